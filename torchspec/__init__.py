@@ -1,0 +1,1 @@
+"""RL post-training whose rollouts stay fast because the draft models learn with the policy."""

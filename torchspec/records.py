@@ -1,0 +1,143 @@
+"""What crosses a boundary between two parts of torchspec.
+
+Shape letters: T tokens of a pack, E policy model dim, V vocabulary, K passes of TTT.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # `import torchspec` stays cheap: torch is only needed for annotations here
+    import torch
+
+Message = dict[str, str]
+
+
+@dataclass(kw_only=True, slots=True)
+class Problem:
+    """One task the policy is asked to solve; the unit that groups and suffix histories are keyed by.
+
+    Example:
+        Problem(
+            id="spell_backward/17",
+            messages=[{"role": "user", "content": "Spell this word backward: stone"}],
+            answer="enots",
+            meta={"entry": {...}},      # what the reward needs beyond the answer
+        )
+    """
+
+    id: str
+    messages: list[Message]
+    answer: str | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class SpecStats:
+    """What the engine's verifier did for one request.
+
+    `drafted[j]` and `accepted[j]` count verify steps whose j-th draft token was proposed and accepted,
+    `steps` counts verify steps that had at least one draft token.
+
+    Example: 3 steps with drafts of 2 tokens, accepting 2, 0 and 1 of them:
+        SpecStats(steps=3, drafted=[3, 3], accepted=[2, 1])     # tau = 1 + 3 / 3 = 2.0
+    """
+
+    steps: int
+    drafted: list[int]
+    accepted: list[int]
+
+    @property
+    def tau(self) -> float:
+        """Mean acceptance length, the bonus token counted; 1.0 where nothing was drafted."""
+        return 1.0 + sum(self.accepted) / self.steps if self.steps else 1.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Rollout:
+    """One sampled response, with the versions of the weights that made it.
+
+    `logprobs[t]` is the engine's natural-log probability of `tokens[t]` under the distribution it was
+    sampled from (after temperature, top-p and top-k). `finish` is "stop" (the model ended the response;
+    the end token is the last of `tokens`) or "length" (cut by max_new_tokens or the context).
+
+    Example:
+        Rollout(
+            problem_id="spell_backward/17", sample=2,
+            prompt_tokens=[5, 18, 40, 6], tokens=[33, 12, 2], logprobs=[-0.1, -1.2, -0.01],
+            finish="stop", policy_version=12, draft_version=12,
+            spec=SpecStats(steps=1, drafted=[1, 1], accepted=[1, 1]),
+            text="so", reward=0.5, reward_parts={"format": 0.5}, advantage=-0.7,
+        )
+    """
+
+    problem_id: str
+    sample: int
+    prompt_tokens: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str
+    policy_version: int
+    draft_version: int
+    spec: SpecStats | None = None
+    text: str = ""
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    advantage: float = 0.0
+    train: bool = True
+    """False keeps the response out of the policy loss (overlong, masked); the draft still learns from it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch:
+    """One pack: a flat stream of whole documents. There is no padded form anywhere (design D1).
+
+    A document is a prompt followed by its response. Every array but `generated` is *row-aligned*: row i
+    holds what concerns the prediction of the document's next token, `targets[i] == tokens[i + 1]`; the
+    last row of a document has target 0 and `target_mask` False. `generated` is token-aligned: True where
+    `tokens[i]` was sampled by the policy. All shifts are made here, per document, never on a shard.
+
+    Example: documents [7 8 | 9 2] and [7 | 3 2], prompt | response, advantages +1 and -1:
+        tokens           7   8   9   2   7   3   2      int64 [T]
+        positions        0   1   2   3   0   1   2      int64 [T]
+        generated        F   F   T   T   F   T   T      bool  [T]
+        targets          8   9   2   0   3   2   0      int64 [T]
+        target_mask      F   T   T   F   T   T   F      bool  [T]
+        rollout_logprobs 0  -1  -.1  0 -.5 -.2   0      fp32  [T]
+        advantages       0   1   1   0  -1  -1   0      fp32  [T]
+        cu_seqlens       0 4 7                          int32 [documents + 1], always on CPU
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    generated: torch.Tensor
+    targets: torch.Tensor
+    target_mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """Move to `device`; `cu_seqlens` stays on the host, where the plans are made."""
+        moved = {name: getattr(self, name) for name in self.__slots__}
+        return Batch(
+            **{k: v if k == "cu_seqlens" else v.to(device, non_blocking=True) for k, v in moved.items()}
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Taps:
+    """Policy activations the draft consumes, always detached (design D4).
+
+    `embeds[i]` is the policy's embedding of `tokens[i]`; `aux[j][i]` the hidden state entering layer
+    `aux_layers[j]` (0-based, so id l is the output of layer l - 1, vLLM's convention); `final[i]` the
+    hidden state after the last norm, whose product with the head gives the teacher's logits.
+
+    Example: a pack of T = 7 tokens and a policy of width E = 64 with aux layers (1, 2, 3):
+        Taps(embeds=[7, 64], aux=([7, 64], [7, 64], [7, 64]), final=[7, 64])
+    """
+
+    embeds: torch.Tensor
+    aux: tuple[torch.Tensor, ...]
+    final: torch.Tensor
