@@ -1,0 +1,1 @@
+"""Draft models that are trained with the policy."""

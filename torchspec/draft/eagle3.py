@@ -1,0 +1,336 @@
+"""EAGLE-3(.1) as vLLM serves it, and its training by K passes of training-time test (TTT).
+
+One decoder layer predicts tokens from the policy's tapped hidden states. Row i of a document is an anchor:
+pass d of TTT plays the draft's d-th step after the policy accepted x_{i+1}. It takes the embedding of x_{i+d}
+and the draft's own hidden state of pass d - 1, and predicts x_{i+d+1}. The keys it sees are those a serving
+engine would have cached: the trunk (pass 1, rows <= i) and its own anchor's passes 2..d, one diagonal each:
+
+    S=4, K=3         pass 1 (trunk)   pass 2   pass 3
+    pass 3, row 2:   A A A .          . . x .  . . x .      (rows counted from 0)
+
+Sources: arXiv 2503.01840 (EAGLE-3, training-time test), arXiv 2609.07108 (branch attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchspec.attention import branch_attention
+from torchspec.config import ConfigError
+from torchspec.draft.loss import soft_cross_entropy
+from torchspec.draft.vocab import build_t2d, target_ids
+from torchspec.records import Batch, Taps
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSpec:
+    """Shape of an EAGLE-3 draft. `dim` is the policy's width; `vocab_size` the policy's vocabulary.
+
+    `fc_norm` and `norm_output` make it EAGLE-3.1; both False is EAGLE-3. `aux_layers` as in `Taps.aux`.
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    norm_eps: float
+    rope_theta: float
+    max_len: int
+    aux_layers: tuple[int, int, int]
+    fc_norm: bool
+    norm_output: bool
+
+    def hf_config(self) -> dict[str, Any]:
+        """config.json of a checkpoint that vLLM loads as its `eagle3` drafter."""
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "hidden_size": self.dim,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.ffn_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_theta,
+            "max_position_embeddings": self.max_len,
+            "tie_word_embeddings": False,
+            "eagle_aux_hidden_state_layer_ids": list(self.aux_layers),
+            "fc_norm": self.fc_norm,
+            "norm_output": self.norm_output,
+        }
+
+    @classmethod
+    def from_hf_config(cls, config: dict[str, Any]) -> DraftSpec:
+        """The inverse of `hf_config`, for any EAGLE-3 config.json whose model this class can express.
+
+        Raises:
+            ConfigError: a key is missing, or asks for a variant that is not implemented.
+        """
+        config = {**config, **(config.get("eagle_config") or {})}
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type") or rope.get("type") or "default"
+        try:
+            only = {**_ONLY_SUPPORTED, "target_hidden_size": config["hidden_size"]}
+            for key, found in {**config, "rope_type": rope_type}.items():
+                if key in only and found != only[key]:
+                    raise ConfigError(
+                        f"draft config.json: {key} = {found!r}; only {only[key]!r} is supported"
+                    )
+            return cls(
+                vocab_size=config["vocab_size"],
+                draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
+                dim=config["hidden_size"],
+                heads=config["num_attention_heads"],
+                kv_heads=config["num_key_value_heads"],
+                head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+                ffn_dim=config["intermediate_size"],
+                norm_eps=config["rms_norm_eps"],
+                rope_theta=float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]),
+                max_len=config["max_position_embeddings"],
+                aux_layers=tuple(config["eagle_aux_hidden_state_layer_ids"]),
+                fc_norm=config.get("fc_norm", False),
+                norm_output=config.get("norm_output", False),
+            )
+        except KeyError as error:
+            raise ConfigError(
+                f"draft config.json: {error.args[0]} is missing; add it if this is an EAGLE-3 checkpoint"
+            ) from None
+
+
+_ONLY_SUPPORTED: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "logit_scale": 1.0,
+    "use_aux_hidden_state": True,
+    "rope_type": "default",
+}
+
+
+class DraftLosses(NamedTuple):
+    """The weighted loss of a microbatch, [], and detached sums over the valid rows of each pass, fp64 [4, K].
+
+    The rows of `sums`: number of valid rows; their cross-entropy, overlap and top-1 agreement
+    (`SoftCrossEntropy`).
+    """
+
+    loss: Tensor
+    sums: Tensor
+
+
+def document_ends(batch: Batch) -> Tensor:
+    """Last row of each row's document, int64 [T], on the device of `batch.tokens`."""
+    cu = batch.cu_seqlens.long()
+    return torch.repeat_interleave(cu[1:] - 1, cu.diff()).to(batch.tokens.device)
+
+
+def pass_mask(batch: Batch, passes: int) -> Tensor:
+    """Which rows are trained in each pass, bool [K, T].
+
+    Row i is valid in pass d if x_{i+2} .. x_{i+d+1} all lie in its document and were generated: a chain ends
+    at the first token the policy did not sample, as it would when serving.
+    """
+    last, row = document_ends(batch), torch.arange(len(batch.tokens), device=batch.tokens.device)
+    alive, masks = torch.ones_like(batch.generated), []
+    for d in range(1, passes + 1):
+        label = row + d + 1
+        alive = alive & (label <= last) & batch.generated[torch.minimum(label, last)]
+        masks.append(alive)
+    return torch.stack(masks)
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary embedding in half-split ("neox") order. x [T, heads, D], positions int64 [T].
+
+    Angles are computed from the integers, in fp32 (fp64 for fp64), at any position: no table, no cap.
+    """
+    acc = torch.promote_types(x.dtype, torch.float32)
+    exponents = torch.arange(0, x.shape[-1], 2, device=x.device, dtype=acc) / x.shape[-1]
+    angles = positions[:, None, None].to(acc) / theta**exponents  # [T, 1, D / 2]
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.to(acc).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+KeyValue = tuple[Tensor, Tensor]
+"""Keys (rotated) and values of one pass, [T, G, D] each."""
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: DraftSpec) -> None:
+        super().__init__()
+        self.head_dim, self.rope_theta = spec.head_dim, spec.rope_theta
+        self.q_proj = nn.Linear(2 * spec.dim, spec.heads * spec.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * spec.dim, spec.kv_heads * spec.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * spec.dim, spec.kv_heads * spec.head_dim, bias=False)
+        self.o_proj = nn.Linear(spec.heads * spec.head_dim, spec.dim, bias=False)
+
+    def forward(
+        self, x: Tensor, positions: Tensor, earlier: list[KeyValue], cu_seqlens: Tensor
+    ) -> tuple[Tensor, KeyValue]:
+        """x [T, 2E] -> [T, E] and this pass's k and v, given those of the earlier passes."""
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, positions, self.rope_theta), rotate(k, positions, self.rope_theta)
+        keys, values = zip(*earlier, (k, v), strict=True)
+        out, _ = branch_attention(q, keys[0], values[0], list(keys[1:]), list(values[1:]), cu_seqlens)
+        return self.o_proj(out.flatten(1)), (k, v)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, spec: DraftSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.dim, spec.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(spec.dim, spec.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(spec.ffn_dim, spec.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, spec: DraftSpec) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.hidden_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.self_attn = Attention(spec)
+        self.post_attention_layernorm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.mlp = FeedForward(spec)
+
+    def forward(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        earlier: list[KeyValue],
+        cu_seqlens: Tensor,
+    ) -> tuple[Tensor, KeyValue]:
+        """embeds, hidden [T, E] -> [T, E]; the residual stream starts from `hidden` before its norm."""
+        x = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
+        attended, key_value = self.self_attn(x, positions, earlier, cu_seqlens)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), key_value
+
+
+class Eagle3(nn.Module):
+    """The draft. Parameters and buffers carry vLLM's checkpoint names; it owns its head and no embedding.
+
+    Built with random weights from torch's global generator: normal(0, 0.02), norms at one.
+
+    Args:
+        spec: the shape.
+        d2t: int64 [spec.draft_vocab_size], policy id minus draft id; given exactly if the vocabulary is
+            reduced.
+
+    Raises:
+        ValueError: d2t does not fit the spec.
+    """
+
+    def __init__(self, spec: DraftSpec, d2t: Tensor | None = None) -> None:
+        super().__init__()
+        given = None if d2t is None else list(d2t.shape)
+        wanted = None if spec.draft_vocab_size == spec.vocab_size else [spec.draft_vocab_size]
+        if given != wanted:
+            raise ValueError(
+                f"d2t has shape {given}; with a draft vocabulary of {spec.draft_vocab_size} of "
+                f"{spec.vocab_size} tokens it must be {wanted}"
+            )
+        self.spec = spec
+        if spec.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(spec.dim, eps=spec.norm_eps) for _ in spec.aux_layers)
+        self.fc = nn.Linear(len(spec.aux_layers) * spec.dim, spec.dim, bias=False)
+        self.midlayer = DecoderLayer(spec)
+        self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.lm_head = nn.Linear(spec.dim, spec.draft_vocab_size, bias=False)
+        if d2t is not None:
+            self.register_buffer("d2t", d2t.clone())
+            self.register_buffer("t2d", build_t2d(d2t, spec.vocab_size))
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(
+        self, taps: Taps, batch: Batch, head_weight: Tensor, *, pass_weights: list[float], loss_rows: int
+    ) -> DraftLosses:
+        """Run K = len(pass_weights) passes of TTT over a pack and score them against the policy.
+
+        Row i of pass d is scored against softmax(head_weight @ taps.final[i + d]), without temperature.
+        With a reduced vocabulary the teacher is renormalised over it: rows whose teacher has little mass
+        there are trained all the same, and `overlap` is then an upper bound of the acceptance.
+
+        All parameters are used in here, and get a gradient (of zeros) even if no row is valid: under FSDP
+        all ranks make the same collectives, whatever their data.
+
+        Args:
+            taps: the policy's activations for `batch`; detached, and cast to the draft's dtype.
+            batch: the pack, T tokens.
+            head_weight: [V, E], the policy's head; detached and cast likewise.
+            pass_weights: weight in the loss of a valid row of each pass, normalisation included.
+            loss_rows: rows whose logits exist at a time.
+        """
+        dtype = self.lm_head.weight.dtype
+        embeds, final = taps.embeds.detach().to(dtype), taps.final.detach().to(dtype)
+        hidden = self._project([x.detach().to(dtype) for x in taps.aux])
+        mask = pass_mask(batch, len(pass_weights))
+        counts = mask.sum(1)
+        sizes = counts.tolist()
+        valid_rows = mask.nonzero()[:, 1].split(sizes)  # per pass
+
+        stash: list[KeyValue] = []
+        student = []
+        for d, valid in enumerate(valid_rows, start=1):
+            # Rows whose x_{i+d} lies beyond their document get any row: never valid, nor seen by valid rows.
+            newest = embeds.roll(-d, dims=0)
+            positions = batch.positions + (d - 1)
+            hidden, key_value = self.midlayer(newest, hidden, positions, stash, batch.cu_seqlens)
+            stash = [*stash, key_value]
+            normed = self.norm(hidden)
+            student.append(normed[valid])
+            if self.spec.norm_output:
+                hidden = normed
+
+        weights = torch.tensor(pass_weights, dtype=torch.float64, device=counts.device)
+        scored = soft_cross_entropy(
+            torch.cat(student),
+            self.lm_head.weight,
+            torch.cat([final[valid + d] for d, valid in enumerate(valid_rows, start=1)]),
+            self._teacher_head(head_weight.detach().to(dtype)),
+            weights.repeat_interleave(counts, output_size=sum(sizes)),
+            loss_rows,
+        )
+        per_row = torch.stack([torch.ones_like(scored.ce), scored.ce, scored.overlap, scored.top1])
+        sums = [rows.sum(1, dtype=torch.float64) for rows in per_row.split(sizes, dim=1)]
+        return DraftLosses(scored.loss, torch.stack(sums, dim=1))
+
+    def _project(self, aux: list[Tensor]) -> Tensor:
+        """The taps [T, E] each -> the hidden state of pass 0, [T, E]."""
+        if self.spec.fc_norm:
+            aux = [norm(x) for norm, x in zip(self.fc_norm, aux, strict=True)]
+        return self.fc(torch.cat(aux, dim=-1))
+
+    def _teacher_head(self, head_weight: Tensor) -> Tensor:
+        return head_weight[target_ids(self.d2t)] if "d2t" in self._buffers else head_weight
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and full tensors of a checkpoint for vLLM, d2t and t2d included. A collective under FSDP."""
+        for name, x in self.state_dict().items():
+            yield name, x.full_tensor() if isinstance(x, DTensor) else x
