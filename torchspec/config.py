@@ -135,7 +135,7 @@ class Reward:
     answer_pattern: str = r"<answer>(.*?)</answer>"
     """Regular expression whose first group is the answer in a response; "": the whole response."""
     timeout_s: float = 5.0
-    """Longest time math_verify may take for one response; a response that takes longer scores 0."""
+    """Longest time math_verify or reasoning_gym may take for one response; beyond it the response scores 0."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -280,17 +280,4 @@ def _check_sources(config: Config) -> None:
         data.size == 0 or data.size >= config.rollout.problems_per_step,
         f"data.size = {data.size} must be 0 or at least rollout.problems_per_step",
     )
-    _require(bool(reward.functions), "reward.functions is empty; name at least one")
-    _require(
-        not reward.weights or len(reward.weights) == len(reward.functions),
-        f"reward.weights has {len(reward.weights)} entries for {len(reward.functions)} reward.functions",
-    )
-    try:
-        groups = re.compile(reward.answer_pattern).groups
-    except re.error as error:
-        raise ConfigError(f"reward.answer_pattern is not a regular expression: {error}") from None
-    _require(
-        groups == 1 or not reward.answer_pattern,
-        f"reward.answer_pattern must have exactly one group (the answer), it has {groups}",
-    )
     _require(reward.timeout_s > 0, f"reward.timeout_s = {reward.timeout_s} must be above 0")

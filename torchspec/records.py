@@ -5,6 +5,7 @@ Shape letters: T tokens of a pack, E policy model dim, V vocabulary, K passes of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,17 @@ class SpecStats:
     def tau(self) -> float:
         """Mean acceptance length, the bonus token counted; 1.0 where nothing was drafted."""
         return 1.0 + sum(self.accepted) / self.steps if self.steps else 1.0
+
+    @classmethod
+    def total(cls, stats: Iterable[SpecStats], num_draft_tokens: int) -> SpecStats:
+        """The sum of several requests' counts, for drafts of at most `num_draft_tokens` tokens."""
+        total = cls(steps=0, drafted=[0] * num_draft_tokens, accepted=[0] * num_draft_tokens)
+        for one in stats:
+            total.steps += one.steps
+            for j, (drafted, accepted) in enumerate(zip(one.drafted, one.accepted)):
+                total.drafted[j] += drafted
+                total.accepted[j] += accepted
+        return total
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,0 +1,45 @@
+"""Rollouts without training.
+
+Write scored rollouts of any checkpoint as JSONL:
+    python rollout.py generate configs/demo_cpu.toml --policy runs/demo/policy --draft runs/demo/draft --out r.jsonl
+
+The TOML gives problems, rewards and sampling; --policy defaults to its model.source, and without --draft there
+is no speculation. --split train|eval (default eval) and --limit N choose the problems. Every other option is a
+config override, --section.key value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchspec.cli import main
+from torchspec.config import ConfigError
+
+
+def rollout(argv: list[str]) -> None:
+    command, *rest = argv
+    if command != "generate":
+        raise ConfigError(f"rollout.py: unknown command {command!r}; the commands are: generate")
+    parser = argparse.ArgumentParser(prog="rollout.py generate", allow_abbrev=False)
+    parser.add_argument("config")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--policy", default="")
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--split", choices=("train", "eval"), default="eval")
+    parser.add_argument("--limit", type=int, default=0)
+    options, overrides = parser.parse_known_args(rest)
+    if options.policy:
+        overrides += ["--model.source", options.policy]
+
+    from torchspec.config_load import load
+
+    config = load(options.config, overrides)
+    from torchspec.generate import generate  # after the config is known to be good: this imports torch
+
+    print(generate(config, options.draft, options.split, options.limit, options.out))
+
+
+if __name__ == "__main__":
+    sys.exit(main(rollout, sys.argv[1:], __doc__))

@@ -1,0 +1,111 @@
+"""A learner on fixed rollouts, for worlds of any size: the parts of the real run, small."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchspec.assemble import build_draft, build_policy, draft_spec
+from torchspec.config import Config, TinyModel
+from torchspec.draft.trainer import DraftTrainer
+from torchspec.learner import DraftLearner, Learner
+from torchspec.mesh import Mesh
+from torchspec.metrics import Meter
+from torchspec.models.spec import PolicySpec
+from torchspec.models.tiny import make_tiny
+from torchspec.optim import ModelOptimizer
+from torchspec.records import Rollout
+
+TINY = TinyModel(dim=32, layers=3, heads=4, kv_heads=2, head_dim=8, ffn_dim=48)
+
+
+def make_base(folder: Path) -> Path:
+    make_tiny(folder, TINY, max_len=128, seed=3)
+    return folder
+
+
+def small_config(**overrides: Any) -> Config:
+    config = Config()
+    config.draft.aux_layers = [1, 2, 3]
+    config.draft.ttt_steps = 3
+    config.draft.loss_rows = 16
+    config.model.max_len = 128
+    config.train.logprob_rows = 16
+    for dotted, value in overrides.items():
+        section, key = dotted.split("__")
+        setattr(getattr(config, section), key, value)
+    return config
+
+
+def fixed_rollouts(groups: int = 4, samples: int = 3) -> list[Rollout]:
+    """Groups of different lengths; one response is cut and masked, one is a single token."""
+    draw = random.Random(0)
+    rollouts = []
+    for g in range(groups):
+        prompt = [draw.randrange(3, 90) for _ in range(draw.randrange(2, 20))]
+        for s in range(samples):
+            length = 1 if (g, s) == (0, 0) else draw.randrange(2, 30)
+            rollouts.append(
+                Rollout(
+                    problem_id=f"p{g}",
+                    sample=s,
+                    prompt_tokens=prompt,
+                    tokens=[draw.randrange(3, 90) for _ in range(length)],
+                    logprobs=[-draw.uniform(2, 6) for _ in range(length)],
+                    finish="stop",
+                    policy_version=0,
+                    draft_version=0,
+                    advantage=draw.uniform(-1, 1),
+                    train=(g, s) != (1, 1),
+                )
+            )
+    return rollouts
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().clone()
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: full(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+
+
+def build(mesh: Mesh, base: Path, config: Config) -> tuple[Learner, dict[str, dict[str, torch.Tensor]]]:
+    """A learner whose optimizers record full gradients instead of stepping."""
+    spec = PolicySpec.from_hf(base, config.model.max_len)
+    policy = build_policy(config, mesh, base, spec)
+    draft = build_draft(config, mesh, draft_spec(config, spec), {}, [])  # full vocabulary: no counts needed
+    seen: dict[str, dict[str, torch.Tensor]] = {}
+    sides = {
+        "policy": ModelOptimizer("policy", policy, config.optim, 10),
+        "draft": ModelOptimizer("draft", draft, config.draft.optim, 10),
+    }
+    for name, optimizer in sides.items():
+        optimizer.step = lambda name=name, model=optimizer.model: seen.update({name: gradients(model)}) or 0.0
+    trainer = DraftTrainer(
+        draft,
+        passes=config.draft.ttt_steps,
+        pass_decay=config.draft.pass_decay,
+        loss_rows=config.draft.loss_rows,
+    )
+    return Learner(config, mesh, policy, sides["policy"], DraftLearner(trainer, sides["draft"])), seen
+
+
+def reinforce(
+    mesh: Mesh, base: Path, cases: dict[str, tuple[Config, bool]]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """One update per case (config, train the draft?) on this rank's groups: metrics and full gradients."""
+    results = {}
+    for name, (config, train_draft) in cases.items():
+        learner, seen = build(mesh, base, config)
+        mine = [r for r in fixed_rollouts() if int(r.problem_id[1:]) % mesh.dp_size == mesh.dp_rank]
+        meter = Meter()
+        learner.reinforce(mine, meter, train_draft)
+        results[name] = {"metrics": meter.reduce(mesh), **seen}
+    return results

@@ -1,0 +1,132 @@
+"""Defaults < TOML < command line, and one clear line for whatever is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from torchspec.config import Config, ConfigError
+from torchspec.config_load import load
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+def test_every_shipped_config_loads(path) -> None:
+    load(path)
+
+
+def test_the_three_promised_configs_are_shipped() -> None:
+    assert {p.stem for p in CONFIGS} >= {"demo_cpu", "qwen3_0.6b_1gpu", "qwen3_8b_8gpu"}
+
+
+def test_command_line_wins_over_toml_wins_over_defaults(tmp_path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[draft]\nttt_steps = 3\npass_decay = 1\n[draft.optim]\nlr = 1e-3\n")
+    config = load(path, ["--draft.ttt-steps", "5", "--draft.optim.clip=0", "--run.name", "on"])
+    assert config.draft.ttt_steps == 5
+    assert config.draft.optim.lr == 1e-3
+    assert config.draft.optim.clip == 0.0
+    assert config.draft.pass_decay == 1.0 and isinstance(config.draft.pass_decay, float)
+    assert config.draft.aux_layers == Config().draft.aux_layers
+    assert config.run.name == "on"
+
+
+def test_values_on_the_command_line_are_toml(tmp_path) -> None:
+    argv = ["--draft.aux_layers", "[1, 2, 3]", "--draft.enabled", "false", "--data.task_args", "{ min = 2 }"]
+    config = load(None, argv)
+    assert config.draft.aux_layers == [1, 2, 3]
+    assert config.draft.enabled is False
+    assert config.data.task_args == {"min": 2}
+
+
+def test_the_resolved_config_is_a_config(tmp_path) -> None:
+    config = load(CONFIGS[0])
+    path = tmp_path / "resolved.toml"
+    path.write_text(tomli_w.dumps(dataclasses.asdict(config)))
+    assert load(path) == config
+
+
+BAD_TOML = [
+    ("[drafts]\nx = 1", "unknown key drafts; did you mean draft?"),
+    ("[draft]\ntt_steps = 1", "unknown key draft.tt_steps; did you mean draft.ttt_steps?"),
+    ("[draft]\nzzz = 1", "unknown key draft.zzz; valid keys here: aux_layers"),
+    ("draft = 1", "draft is a section, write [draft]"),
+    ("[draft]\nttt_steps = 1.5", "draft.ttt_steps must be int, got float 1.5"),
+    ("[draft]\nttt_steps = true", "draft.ttt_steps must be int, got bool True"),
+    ("[draft]\nenabled = 1", "draft.enabled must be bool, got int 1"),
+    ("[draft]\naux_layers = 3", "draft.aux_layers must be a list of int"),
+    ("[draft]\naux_layers = [1, 2, 'x']", "draft.aux_layers[2] must be int, got str 'x'"),
+    ("[model]\ndtype = 'fp8'", "model.dtype = 'fp8' is not allowed; one of: float32, bfloat16"),
+    ("[data]\ntask_args = 3", "data.task_args must be dict, got int 3"),
+    ("[draft\n", "not valid TOML"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_TOML, ids=lambda x: x.replace("\n", " ")[:40])
+def test_a_bad_file_is_named_with_key_and_remedy(tmp_path, text, message) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+BAD_ARGUMENTS = [
+    (["--draft.tt_steps", "1"], "command line: unknown key draft.tt_steps; did you mean draft.ttt_steps?"),
+    (["--darft.ttt_steps", "1"], "command line: unknown section darft; did you mean draft?"),
+    (["--draft.optm.lr", "1"], "command line: unknown section draft.optm; did you mean draft.optim?"),
+    (["--draft", "1"], "command line: draft is a section"),
+    (["ttt_steps=1"], "command line: unexpected 'ttt_steps=1'"),
+    (["--run.steps"], "command line: --run.steps needs a value"),
+    (["--run.steps", "many"], "command line: run.steps must be int, got str 'many'"),
+    (["--run.steps", "0"], "run.steps = 0 must be at least 1"),
+    (["--draft.ttt_steps", "0"], "draft.ttt_steps = 0 must be at least 1"),
+    (["--rollout.samples_per_problem", "1"], "rollout.samples_per_problem = 1 must be at least 2"),
+    (["--rollout.temperature", "0"], "rollout.temperature = 0.0 must be above 0"),
+    (["--rollout.top_p", "0"], "rollout.top_p = 0.0 must be in (0, 1]"),
+    (["--rollout.max_new_tokens", "512"], "leaves no room for a prompt in model.max_len = 512"),
+    (["--rollout.gpu_memory_utilization", "1"], "must be in (0, 1)"),
+    (["--draft.pass_decay", "0"], "draft.pass_decay = 0.0 must be in (0, 1]"),
+    (["--draft.aux_layers", "[1, 3, 2]"], "must be three ascending layer ids"),
+    (["--draft.aux_layers", "[1, 2]"], "must be three ascending layer ids"),
+    (["--draft.heads", "4", "--draft.kv_heads", "3"], "must be a multiple of draft.kv_heads = 3"),
+    (["--model.tiny.kv_heads", "4"], "must be a multiple of model.tiny.kv_heads = 4"),
+    (["--model.tiny.head_dim", "31"], "model.tiny.head_dim = 31 must be even"),
+    (["--optim.beta1", "1"], "optim.beta1 = 1.0 must be in [0, 1)"),
+    (["--draft.optim.lr=-1"], "draft.optim.lr = -1.0 must not be negative"),
+    (["--rl.clip_low", "1"], "rl.clip_low = 1.0 must be in [0, 1)"),
+    (["--rl.minibatches", "17"], "rl.minibatches = 17 cannot exceed"),
+    (["--warmup.draft_steps", "1"], "warmup.draft_steps = 1 cannot exceed warmup.steps = 0"),
+    (["--eval.frozen_draft", "true"], "eval.frozen_draft = true needs eval.every > 0"),
+    (["--eval.every", "1", "--data.eval_size", "0"], "eval.every > 0 needs data.eval_size > 0"),
+    (["--data.source", "jsonl"], "data.source = 'jsonl' needs data.path"),
+    (["--data.size", "4"], "data.size = 4 must be 0 or at least rollout.problems_per_step"),
+    (["--run.name", "a/b"], "run.name = 'a/b' must be a plain folder name"),
+    (["--parallel.dp_shard", "0"], "parallel.dp_shard = 0 must be -1 or at least 1"),
+    (["--model.source", ""], "model.source is empty"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), BAD_ARGUMENTS, ids=lambda x: " ".join(x)[:50])
+def test_a_bad_argument_is_named_with_what_is_allowed(argv, message) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(None, argv)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_no_draft_refuses_what_needs_one() -> None:
+    for argv in (["--warmup.steps", "1", "--warmup.draft_steps", "1"], ["--eval.frozen_draft", "true"]):
+        with pytest.raises(ConfigError, match=r"needs draft\.enabled = true"):
+            load(None, ["--draft.enabled", "false", *argv])
+
+
+def test_a_missing_file_says_where_the_shipped_ones_are() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: no such config file .*configs/"):
+        load("nowhere.toml")

@@ -1,0 +1,147 @@
+"""Writing and reading checkpoint folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from torchspec.config import ConfigError, Parallel, TinyModel
+from torchspec.draft.eagle3 import DraftSpec, Eagle3
+from torchspec.draft.vocab import build_d2t
+from torchspec.export import export_draft, export_policy, load_draft
+from torchspec.mesh import Mesh
+from torchspec.models import hf
+from torchspec.models.policy import Policy
+from torchspec.models.spec import PolicySpec
+from torchspec.models.tiny import make_tiny
+from torchspec.parallel.fsdp import shard
+
+SHAPE = TinyModel(dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn_dim=48)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    mesh = Mesh(Parallel(), device="cpu")
+    yield mesh
+    mesh.close()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "source"
+    make_tiny(folder, SHAPE, max_len=64, seed=1)
+    return folder
+
+
+def test_policy_export_is_a_full_checkpoint(source: Path, tmp_path: Path, mesh: Mesh) -> None:
+    policy = hf.load_policy(source, PolicySpec.from_hf(source), mesh, torch.float32)
+    config = json.loads((source / "config.json").read_text())
+    for dtype, name in ((None, "float32"), (torch.bfloat16, "bfloat16")):
+        target = tmp_path / name
+        export_policy(policy, target, source, mesh, dtype)
+        assert {p.name for p in target.iterdir()} == {p.name for p in source.iterdir()}
+        assert json.loads((target / "config.json").read_text()) == config | {"dtype": name}
+        stored = load_file(source / "model.safetensors")
+        written = load_file(target / "model.safetensors")
+        assert written.keys() == stored.keys()
+        assert all(torch.equal(written[key], stored[key].to(dtype or torch.float32)) for key in stored)
+    with pytest.raises(ConfigError, match="exists already; remove it or choose another folder"):
+        export_policy(policy, target, source, mesh)
+
+
+def test_large_checkpoints_come_in_shards(source: Path, tmp_path: Path) -> None:
+    weights = load_file(source / "model.safetensors")
+    hf.copy_assets(source, tmp_path)
+    hf.write_tensors(tmp_path, weights.items(), shard_bytes=20_000)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / hf.INDEX).read_text())
+    assert index["weight_map"].keys() == weights.keys()
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights.values())
+    assert not list(tmp_path.glob("part-*"))
+    policy = Policy(PolicySpec.from_hf(tmp_path))
+    hf.load_hf(policy, tmp_path)
+    assert all(torch.equal(weights[name], weight) for name, weight in policy.hf_weights())
+    files[1].unlink()
+    with pytest.raises(ConfigError, match="unreadable safetensors"):
+        hf.load_hf(policy, tmp_path)
+
+
+def test_nothing_is_left_half_written(source: Path, tmp_path: Path, mesh: Mesh, monkeypatch) -> None:
+    policy = hf.load_policy(source, PolicySpec.from_hf(source), mesh, torch.float32)
+
+    def full_disk(*_args: object, **_kwargs: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(hf, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        export_policy(policy, tmp_path / "target", source, mesh)
+    assert not list(tmp_path.iterdir())
+
+
+def draft(size: int, seed: int) -> Eagle3:
+    spec = DraftSpec(
+        vocab_size=40,
+        draft_vocab_size=size,
+        dim=16,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        ffn_dim=24,
+        norm_eps=1e-6,
+        rope_theta=1e4,
+        max_len=32,
+        aux_layers=(0, 1, 2),
+        fc_norm=True,
+        norm_output=True,
+    )
+    torch.manual_seed(seed)
+    counts = torch.randint(0, 100, (40,))
+    return Eagle3(spec, None if size == 40 else build_d2t(counts, size))
+
+
+@pytest.mark.parametrize("size", [40, 24])
+def test_draft_round_trip(size: int, tmp_path: Path, mesh: Mesh) -> None:
+    trained, other = draft(size, 1), draft(size, 2)
+    want = {name: x.clone() for name, x in trained.hf_weights()}
+    shard(trained, [], mesh, torch.float32)
+    shard(other, [], mesh, torch.float32)
+    export_draft(trained, tmp_path / "draft", mesh)
+    load_draft(other, tmp_path / "draft")
+    got = dict(other.hf_weights())
+    assert got.keys() == want.keys() == load_file(tmp_path / "draft" / "model.safetensors").keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert DraftSpec.from_hf_config(json.loads((tmp_path / "draft/config.json").read_text())) == trained.spec
+
+
+def test_t2d_follows_d2t(tmp_path: Path) -> None:
+    trained, other = draft(24, 1), draft(24, 2)
+    weights = {name: x for name, x in trained.hf_weights() if name != "t2d"}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert not torch.equal(other.t2d, trained.t2d)
+    load_draft(other, tmp_path)
+    assert torch.equal(other.t2d, trained.t2d)
+
+
+def test_drafts_that_do_not_fit(tmp_path: Path) -> None:
+    target = draft(24, 1)
+    good = {name: x.clone() for name, x in target.hf_weights()}
+    cases = {
+        r"lack fc\.weight;": {k: v for k, v in good.items() if k != "fc.weight"},
+        r"have unknown embed_tokens\.weight;": good | {"embed_tokens.weight": torch.zeros(40, 16)},
+        r"lm_head\.weight has shape \[40, 16\], but \[24, 16\]": good
+        | {"lm_head.weight": torch.zeros(40, 16)},
+    }
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
+        load_draft(target, tmp_path)
+    for message, weights in cases.items():
+        save_file(weights, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=message):
+            load_draft(target, tmp_path)
+    assert all(torch.equal(good[name], x) for name, x in target.hf_weights())

@@ -1,0 +1,172 @@
+"""Builds what a run needs from its config: checkpoint folder, tokenizer, sharded policy and draft."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchspec.config import Config, ConfigError
+from torchspec.data import check_tokenizer
+from torchspec.draft.eagle3 import DraftSpec, Eagle3
+from torchspec.draft.vocab import build_d2t
+from torchspec.export import load_draft
+from torchspec.mesh import Mesh
+from torchspec.models.hf import load_policy, resolve_source
+from torchspec.models.policy import Policy
+from torchspec.models.spec import PolicySpec
+from torchspec.models.tiny import make_tiny
+from torchspec.parallel.fsdp import shard
+from torchspec.rollout.engine import Sampling
+
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from transformers import PreTrainedTokenizerBase
+
+
+def fingerprint(*parts: Any) -> str:
+    """Twelve hex digits that change whenever a part (plain values or config sections) does."""
+    plain = [dataclasses.asdict(p) if dataclasses.is_dataclass(p) else p for p in parts]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def cache_folder(config: Config) -> Path:
+    return Path(config.run.dir) / "cache"
+
+
+def base_folder(config: Config, mesh: Mesh) -> Path:
+    """The Hugging Face folder the run starts from; a tiny policy is made once and cached."""
+    model = config.model
+    if model.source != "tiny":
+        return resolve_source(model.source)
+    folder = cache_folder(config) / f"tiny-{fingerprint(model.tiny, model.max_len, config.run.seed)}"
+    if mesh.is_main and not folder.exists():
+        make_tiny(folder, model.tiny, model.max_len, config.run.seed)
+    mesh.barrier()
+    return folder
+
+
+def load_tokenizer(folder: Path, spec: PolicySpec) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer, checked against the model.
+
+    Raises:
+        ConfigError: no tokenizer there, or one that does not fit.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:  # transformers' ways of saying that the files are not there
+        raise ConfigError(f"{folder}: no usable tokenizer: {str(error).splitlines()[0]}") from None
+    check_tokenizer(tokenizer, spec.vocab_size)
+    return tokenizer
+
+
+def build_policy(config: Config, mesh: Mesh, folder: Path, spec: PolicySpec) -> Policy:
+    """The policy with the folder's weights, sharded; fp32 master weights."""
+    recompute = config.train.activation_checkpointing
+    return load_policy(folder, spec, mesh, compute_dtype(config), activation_checkpointing=recompute)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    """The text that rewards see: without special tokens."""
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert isinstance(text, str)  # a list only for a batch
+    return text
+
+
+def sampling_of(config: Config) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_new_tokens,
+    )
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    return getattr(torch, config.model.dtype)
+
+
+def draft_spec(config: Config, policy: PolicySpec) -> DraftSpec:
+    """The shape of the draft: its checkpoint's, or the policy's but for what [draft] says.
+
+    Raises:
+        ConfigError: the two do not fit; both values are named.
+    """
+    if config.draft.init != "random":
+        return _checkpoint_spec(Path(config.draft.init), policy)
+    draft = config.draft
+    heads, kv_heads = draft.heads or policy.heads, draft.kv_heads or policy.kv_heads
+    if heads % kv_heads:
+        raise ConfigError(f"draft: {heads} heads are not a multiple of {kv_heads} kv_heads")
+    if draft.vocab_size > policy.vocab_size:
+        raise ConfigError(
+            f"draft.vocab_size = {draft.vocab_size} exceeds the policy's vocabulary of {policy.vocab_size}"
+        )
+    return DraftSpec(
+        vocab_size=policy.vocab_size,
+        draft_vocab_size=draft.vocab_size or policy.vocab_size,
+        dim=policy.dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=policy.head_dim,
+        ffn_dim=draft.ffn_dim or policy.ffn_dim,
+        norm_eps=policy.norm_eps,
+        rope_theta=policy.rope_theta,
+        max_len=policy.max_len,
+        aux_layers=_aux_layers(draft.aux_layers, policy.layers),
+        fc_norm=draft.fc_norm,
+        norm_output=draft.norm_output,
+    )
+
+
+def _aux_layers(ids: list[int], layers: int) -> tuple[int, int, int]:
+    low, middle, high = ids or (2, layers // 2, layers - 3)  # the default of vLLM and of EAGLE-3
+    if not 0 <= low < middle < high <= layers:
+        raise ConfigError(
+            f"draft.aux_layers = {[low, middle, high]} must be three ascending ids from 0 to {layers}, the "
+            f"number of layers; the default 2, L//2, L-3 needs a policy of at least 7"
+        )
+    return low, middle, high
+
+
+def _checkpoint_spec(folder: Path, policy: PolicySpec) -> DraftSpec:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"draft.init: {path} is missing; give an EAGLE-3 checkpoint folder, or random")
+    spec = DraftSpec.from_hf_config(json.loads(path.read_text(encoding="utf-8")))
+    for name in ("vocab_size", "dim"):
+        theirs, ours = getattr(spec, name), getattr(policy, name)
+        if theirs != ours:
+            raise ConfigError(f"draft.init: {path} has {name} {theirs}, the policy {ours}")
+    if spec.max_len < policy.max_len:
+        raise ConfigError(
+            f"draft.init: {path} has {spec.max_len} positions, model.max_len is {policy.max_len}; lower it"
+        )
+    _aux_layers(list(spec.aux_layers), policy.layers)
+    return spec
+
+
+def build_draft(config: Config, mesh: Mesh, spec: DraftSpec, text: Counter[int], keep: list[int]) -> Eagle3:
+    """The draft, sharded: random (the same on every rank) or from draft.init.
+
+    Args:
+        text: how often each token occurs in the training text; decides a random draft's reduced vocabulary.
+        keep: tokens that a reduced vocabulary must have (end of response).
+    """
+    d2t = None
+    if spec.draft_vocab_size < spec.vocab_size:
+        counts = torch.tensor([text[token] for token in range(spec.vocab_size)])
+        d2t = build_d2t(counts, spec.draft_vocab_size, keep)
+    torch.manual_seed(config.run.seed + 1)
+    draft = Eagle3(spec, d2t).to(mesh.device)
+    shard(draft, [], mesh, compute_dtype(config))
+    if config.draft.init != "random":
+        load_draft(draft, Path(config.draft.init))
+    return draft

@@ -1,0 +1,37 @@
+"""What the entry scripts share: help, and errors of the user's as one line with exit status 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from torchspec.config import Config, ConfigError
+
+
+def main(command: Callable[[list[str]], None], argv: list[str], usage: str) -> int:
+    """Run `command` on the arguments; returns the process's exit status.
+
+    0: done. 2: the user's input cannot be used; the reason is the one line on stderr. Anything else that goes
+    wrong is a defect, and raises.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage.strip() + "\n")
+        if argv:
+            print_keys()
+        return 0 if argv else 2
+    try:
+        command(argv)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":  # all ranks meet the same error; say it once
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def print_keys() -> None:
+    """Every `--section.key` with its type, default and meaning."""
+    import tyro
+
+    # Without flag conversion the help shows what `config_load` takes: --run.overwrite true
+    tyro.cli(tyro.conf.FlagConversionOff[Config], args=["--help"], prog="CONFIG.toml")

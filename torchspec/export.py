@@ -1,0 +1,94 @@
+"""Policy and draft as Hugging Face folders, written and read back; nothing is ever left half-written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchspec.draft.vocab import build_t2d
+from torchspec.mesh import Mesh
+from torchspec.models.hf import (
+    copy_assets,
+    copy_full,
+    new_folder,
+    read_tensors,
+    refuse_existing,
+    write_json,
+    write_tensors,
+)
+from torchspec.models.spec import read_json
+
+if TYPE_CHECKING:
+    from torchspec.draft.eagle3 import Eagle3
+    from torchspec.models.policy import Policy
+
+
+def export_policy(
+    policy: Policy, folder: Path, source_folder: Path, mesh: Mesh, dtype: torch.dtype | None = None
+) -> None:
+    """Write `policy` with the config, tokenizer and chat template of the checkpoint it came from. Collective.
+
+    Args:
+        folder: must not exist.
+        source_folder: the checkpoint the policy was loaded from.
+        dtype: of the weights in the files; None: as stored, fp32.
+
+    Raises:
+        ConfigError: `folder` exists.
+    """
+
+    def assets(partial: Path) -> None:
+        copy_assets(source_folder, partial)
+        config = read_json(partial / "config.json")
+        config.pop("torch_dtype", None)  # the key's name before transformers 5
+        written = dtype or policy.decoder.norm.weight.dtype
+        config["dtype"] = str(written).removeprefix("torch.")
+        write_json(partial / "config.json", config)
+
+    _export(folder, policy.hf_weights(dtype), assets, mesh)
+
+
+def export_draft(draft: Eagle3, folder: Path, mesh: Mesh) -> None:
+    """Write `draft` as vLLM's `eagle3` method loads it. Collective.
+
+    Raises:
+        ConfigError: `folder` exists.
+    """
+
+    def assets(partial: Path) -> None:
+        write_json(partial / "config.json", draft.spec.hf_config())
+
+    _export(folder, draft.hf_weights(), assets, mesh)
+
+
+def load_draft(draft: Eagle3, folder: Path) -> None:
+    """Copy the weights and the vocabulary map of an EAGLE-3 checkpoint into `draft`, sharded or not.
+
+    Raises:
+        ConfigError: no weights, or a missing, unknown or mis-shaped tensor; nothing has been loaded then.
+    """
+    own = {**dict(draft.named_parameters()), **dict(draft.named_buffers())}
+    # t2d is d2t's inverse; checkpoints need not have it, and vLLM ignores it.
+    t2d = own.pop("t2d", None)
+    for name, tensor in read_tensors(folder, {name: x.shape for name, x in own.items()}, ignored=("t2d",)):
+        copy_full(own[name], tensor)
+    if t2d is not None:
+        t2d.copy_(build_t2d(own["d2t"], draft.spec.vocab_size))
+
+
+def _export(
+    folder: Path, weights: Iterator[tuple[str, Tensor]], assets: Callable[[Path], None], mesh: Mesh
+) -> None:
+    refuse_existing(folder)  # on all ranks, before the first collective
+    if mesh.is_main:
+        with new_folder(folder) as partial:
+            assets(partial)
+            write_tensors(partial, weights)
+    else:
+        for _ in weights:  # takes part in the gathering
+            pass
+    mesh.barrier()

@@ -1,0 +1,183 @@
+"""One optimizer update of the policy and its draft, on this rank's share of the data.
+
+The draft learns from the policy's own forward pass, through detached taps, in a backward of its own:
+policy gradients are bitwise what they are without a draft (designs D4 and D6).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchspec import packing
+from torchspec.config import Config
+from torchspec.draft.trainer import DraftTrainer, pass_counts
+from torchspec.mesh import Mesh
+from torchspec.metrics import Meter
+from torchspec.models.policy import Policy, PolicyOutput
+from torchspec.optim import ModelOptimizer
+from torchspec.policy_loss import policy_loss, supervised_loss
+from torchspec.records import Batch, Rollout, Taps
+
+LossOfPack = Callable[[int, PolicyOutput, Batch], Tensor]
+
+
+class DraftLearner(NamedTuple):
+    """The draft's side of a learner."""
+
+    trainer: DraftTrainer
+    optimizer: ModelOptimizer
+
+
+class Learner:
+    """Owns the forward and backward passes; knows nothing of engines or problems.
+
+    Args:
+        policy, policy_optimizer: sharded model and its optimizer.
+        draft: None trains the policy alone.
+        reference: frozen policy for the KL term; None where rl.kl_coef is 0.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        policy: Policy,
+        policy_optimizer: ModelOptimizer,
+        draft: DraftLearner | None = None,
+        reference: Policy | None = None,
+    ) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.policy = policy
+        self.policy_optimizer = policy_optimizer
+        self.draft = draft
+        self.reference = reference
+        self._seconds = {"policy": 0.0, "draft": 0.0}
+
+    def reinforce(self, rollouts: Sequence[Rollout], meter: Meter, train_draft: bool) -> None:
+        """rl.minibatches GRPO updates on this rank's rollouts; the draft takes part if `train_draft`."""
+        count = self.config.rl.minibatches
+        parts = [self._packs(part) for part in packing.minibatches(rollouts, count)]
+        # With a single update the policy of the ratio's denominator is the one being trained.
+        old = [self._score(self.policy, packs) if count > 1 else None for packs in parts]
+        for packs, old_logprobs in zip(parts, old):
+            ref_logprobs = self._score(self.reference, packs) if self.reference else None
+            loss = self._grpo_loss(packs, old_logprobs, ref_logprobs, meter)
+            self._update(packs, loss, self.config.rollout.temperature, meter, train_draft)
+        for model, seconds in self._seconds.items():
+            meter.maximum(f"perf/train_{model}_s", seconds)
+            self._seconds[model] = 0.0
+
+    def supervise(self, examples: Sequence[Rollout], meter: Meter, train_draft: bool) -> None:
+        """One maximum-likelihood update on given responses."""
+        packs = self._packs(examples)
+        tokens = self._global_tokens(packs)
+
+        def loss(index: int, output: PolicyOutput, batch: Batch) -> Tensor:
+            value = supervised_loss(output.logprobs, batch, tokens)
+            meter.total("policy/loss", value.detach())
+            return value
+
+        self._update(packs, loss, 1.0, meter, train_draft)
+
+    def _grpo_loss(
+        self, packs: list[Batch], old: list[Tensor] | None, ref: list[Tensor] | None, meter: Meter
+    ) -> LossOfPack:
+        tokens = self._global_tokens(packs)
+
+        def loss(index: int, output: PolicyOutput, batch: Batch) -> Tensor:
+            result = policy_loss(
+                output.logprobs,
+                output.entropy,
+                batch,
+                self.config.rl,
+                tokens,
+                old[index] if old else None,
+                ref[index] if ref else None,
+            )
+            for name, total in result.sums.items():
+                meter.mean(name, total, result.tokens)
+            meter.maximum("policy/ratio_max", result.max_ratio)
+            return result.loss
+
+        return loss
+
+    def _packs(self, rollouts: Sequence[Rollout]) -> list[Batch]:
+        """This rank's packs, as many on every rank: each forward is a collective under FSDP."""
+        size = self.config.train.pack_tokens
+        lengths = [len(r.prompt_tokens) + len(r.tokens) for r in rollouts]
+        needed = packing.num_packs_needed(lengths, size)
+        count = int(self.mesh.max_over_dp(torch.tensor([needed])).item())
+        return [batch.to(self.mesh.device) for batch in packing.pack(rollouts, size, count)]
+
+    def _global_tokens(self, packs: list[Batch]) -> float:
+        valid = torch.stack([batch.target_mask.sum() for batch in packs]).sum()
+        return max(1.0, float(self.mesh.sum_over_dp(valid)))
+
+    @torch.no_grad()
+    def _score(self, policy: Policy, packs: list[Batch]) -> list[Tensor]:
+        """Log-probabilities of every pack's targets, without gradients."""
+        return [self._forward(policy, batch, self.config.rollout.temperature).logprobs for batch in packs]
+
+    def _forward(
+        self, policy: Policy, batch: Batch, temperature: float, aux_layers: tuple[int, ...] = ()
+    ) -> PolicyOutput:
+        rows = self.config.train.logprob_rows
+        return policy(batch, temperature=temperature, logprob_rows=rows, aux_layers=aux_layers)
+
+    def _update(
+        self, packs: list[Batch], loss: LossOfPack, temperature: float, meter: Meter, train_draft: bool
+    ) -> None:
+        """Forward and backward of every pack, then one step of each optimizer."""
+        draft = self.draft if train_draft else None
+        train_on = self._draft_pass(draft.trainer, packs, meter) if draft else None
+        aux_layers = draft.trainer.draft.spec.aux_layers if draft else ()
+        for index, batch in enumerate(packs):
+            with self._timed("policy"):
+                output = self._forward(self.policy, batch, temperature, aux_layers)
+                loss(index, output, batch).backward()
+            if train_on and output.taps:
+                with self._timed("draft"):
+                    train_on(batch, output.taps)
+        with self._timed("policy"):
+            self._optimizer_step("policy", self.policy_optimizer, meter)
+        if draft:
+            with self._timed("draft"):
+                self._optimizer_step("draft", draft.optimizer, meter)
+
+    def _draft_pass(
+        self, draft: DraftTrainer, packs: list[Batch], meter: Meter
+    ) -> Callable[[Batch, Taps], None]:
+        """What trains the draft on one pack, given the pack's taps and the update's global denominators."""
+        counts = torch.stack([pass_counts(batch, len(draft.pass_weights)) for batch in packs]).sum(0)
+        denominator = draft.denominator(self.mesh.sum_over_dp(counts))
+        head = self.policy.head_weight(getattr(torch, self.config.model.dtype))
+        # A pack's loss is a share of the update's: over packs and ranks the counts add up to one.
+        meter.mean("draft/loss", 0.0, 1 / self.mesh.dp_size)
+
+        def train_on(batch: Batch, taps: Taps) -> None:
+            stats = draft.backward(batch, taps, head, denominator)
+            meter.mean("draft/loss", stats.loss, 0.0)
+            for name, row in (("ce", 1), ("overlap", 2), ("top1", 3)):
+                for d, (total, count) in enumerate(zip(stats.sums[row].tolist(), stats.counts.tolist())):
+                    meter.mean(f"draft/{name}_{d}", total, count)
+
+        return train_on
+
+    def _optimizer_step(self, name: str, optimizer: ModelOptimizer, meter: Meter) -> None:
+        meter.maximum(f"{name}/lr", optimizer.lr)
+        meter.maximum(f"{name}/grad_norm", optimizer.step())
+
+    @contextmanager
+    def _timed(self, model: str) -> Generator[None]:
+        started = time.perf_counter()
+        yield
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._seconds[model] += time.perf_counter() - started

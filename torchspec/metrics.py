@@ -1,0 +1,169 @@
+"""What a run says of itself: metrics.jsonl, TensorBoard events, one console line a step.
+
+Names are `group/what`: policy, draft, rollout, reward, eval, perf. Values that are means over tokens or
+responses are sums divided once, after adding over ranks; nothing is averaged twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchspec.mesh import Mesh
+from torchspec.records import Rollout, SpecStats
+
+TOTAL = -1.0
+"""In place of a count: report the sum itself."""
+
+
+class Meter:
+    """Collects one step's numbers on every rank and reduces them with two collectives.
+
+    Every rank must record the same names.
+
+    Example: two ranks record `mean("reward/mean", 3.0, 4)` and `mean("reward/mean", 1.0, 4)`:
+        meter.reduce(mesh)["reward/mean"] == 0.5
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = {}
+        self._max: dict[str, float] = {}
+
+    def mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
+        """Add to a mean's numerator and denominator; a mean of nothing is reported as 0."""
+        pair = self._sums.setdefault(name, [0.0, 0.0])
+        pair[0] += float(total)
+        pair[1] += float(count)
+
+    def total(self, name: str, value: float | Tensor) -> None:
+        """Add to a sum over ranks."""
+        self._sums.setdefault(name, [0.0, TOTAL])[0] += float(value)
+
+    def maximum(self, name: str, value: float | Tensor) -> None:
+        self._max[name] = max(self._max.get(name, float("-inf")), float(value))
+
+    def reduce(self, mesh: Mesh) -> dict[str, float]:
+        names, peaks = sorted(self._sums), sorted(self._max)
+        sums = mesh.sum_over_dp(torch.tensor([self._sums[n] for n in names], dtype=torch.float64))
+        tops = mesh.max_over_dp(torch.tensor([self._max[n] for n in peaks], dtype=torch.float64))
+        values = dict(zip(peaks, tops.tolist()))
+        for name, (total, count) in zip(names, sums.tolist()):
+            values[name] = total if count < 0 else total / count if count else 0.0
+        return values
+
+
+class MetricWriter:
+    """Writes one row a step to `metrics.jsonl` and TensorBoard; rank 0 only."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._rows = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        row: dict[str, Any] = {"step": step, "time": round(time.time(), 3), **values}
+        self._rows.write(json.dumps(row) + "\n")
+        self._rows.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
+
+    def close(self) -> None:
+        self._rows.close()
+        self._board.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl, oldest first."""
+    with (folder / "metrics.jsonl").open(encoding="utf-8") as rows:
+        return [json.loads(row) for row in rows]
+
+
+def console_line(step: int, steps: int, values: dict[str, float], seconds_left: float) -> str:
+    """One line a step.
+
+    Example:
+        step  12/80 | reward 0.41 | policy +0.012 | draft 0.83 | tau 2.91 | rollout 5.1k tok/s | ...
+    """
+    minutes, seconds = divmod(round(seconds_left), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = [
+        f"step {step:>{len(str(steps))}}/{steps}",
+        f"reward {values['reward/mean']:.3f}",
+        f"policy {values['policy/loss']:+.3f}",
+    ]
+    if "draft/loss" in values:
+        parts.append(f"draft {values['draft/loss']:.3f}")
+    if "rollout/tau" in values:
+        parts.append(f"tau {values['rollout/tau']:.2f}")
+    parts += [
+        f"rollout {_thousands(values['perf/rollout_tokens_per_s'])} tok/s",
+        f"train {_thousands(values['perf/train_tokens_per_s'])} tok/s",
+        f"wait {values['perf/wait_s']:.1f}s",
+        f"mem {values['perf/memory_gb']:.1f}GB",
+        f"eta {hours}h{minutes:02}" if hours else f"eta {minutes}m{seconds:02}",
+    ]
+    return " | ".join(parts)
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def add_tau(meter: Meter, name: str, stats: SpecStats) -> None:
+    """Mean acceptance length over all verify steps, the bonus token counted."""
+    meter.mean(name, stats.steps + sum(stats.accepted), stats.steps)
+
+
+def rollout_metrics(rollouts: list[Rollout], meter: Meter, num_draft_tokens: int) -> None:
+    """Lengths, rewards and acceptance of one step's rollouts.
+
+    `rollout/accept_j`: share of the drafts at position j (0-based) that were accepted.
+    """
+    count = len(rollouts)
+    lengths = [len(r.tokens) for r in rollouts]
+    meter.total("rollout/tokens", sum(lengths))
+    meter.total("rollout/trained_tokens", sum(lengths) + sum(len(r.prompt_tokens) for r in rollouts))
+    meter.mean("rollout/length_mean", sum(lengths), count)
+    meter.maximum("rollout/length_max", max(lengths))
+    meter.mean("rollout/truncated", sum(r.finish == "length" for r in rollouts), count)
+    scores = [r.reward or 0.0 for r in rollouts]
+    meter.mean("reward/mean", sum(scores), count)
+    meter.mean("reward/no_signal", sum(r.advantage == 0.0 for r in rollouts), count)
+    for name in rollouts[0].reward_parts:
+        meter.mean(f"reward/{name}", sum(r.reward_parts[name] for r in rollouts), count)
+    if not num_draft_tokens:
+        return
+    stats = SpecStats.total((r.spec for r in rollouts if r.spec), num_draft_tokens)
+    add_tau(meter, "rollout/tau", stats)
+    for j, (accepted, drafted) in enumerate(zip(stats.accepted, stats.drafted)):
+        meter.mean(f"rollout/accept_{j}", accepted, drafted)
+
+
+def simulated_tau(values: dict[str, float]) -> float:
+    """Acceptance length that the training data predicts: 1 + sum over passes of the product of overlaps.
+
+    Example: {"draft/overlap_0": 0.8, "draft/overlap_1": 0.5} gives 1 + 0.8 + 0.8 * 0.5 = 2.2
+    """
+    tau = alive = 1.0
+    for d in itertools.count():
+        if (overlap := values.get(f"draft/overlap_{d}")) is None:
+            return tau
+        alive *= overlap
+        tau += alive
+    raise AssertionError("unreachable")
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory this process has had, in GB (2**30): of the GPU, or on CPU its resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30

@@ -1,0 +1,1 @@
+"""The policy: torchtitan's model definitions with tap points, Hugging Face weights in and out."""

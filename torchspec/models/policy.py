@@ -1,0 +1,173 @@
+"""The policy: torchtitan's decoder, run layer by layer so that taps are plain lines of code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from torchspec.attention import save_ops
+from torchspec.models import titan
+from torchspec.models.spec import PolicySpec
+from torchspec.records import Batch, Taps
+
+
+class PolicyOutput(NamedTuple):
+    """What the policy says about one pack.
+
+    `logprobs` and `entropy` (fp32 [T]; fp64 for an fp64 policy) concern the distribution of each row's next
+    token at the temperature asked for, and are 0 where `target_mask` is False; only `logprobs` carries
+    gradients. `taps` is None where none were asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    taps: Taps | None
+
+
+class Policy(nn.Module):
+    """A policy that the engine serves and the trainer trains.
+
+    Weights are uninitialised until `init_weights` or `hf.load_hf`. Under FSDP2 this module is the root and
+    `layers` are the units: everything that needs weights happens inside `forward`.
+
+    Args:
+        spec: the shape.
+        activation_checkpointing: recompute each layer in the backward pass, all but its attention.
+    """
+
+    def __init__(self, spec: PolicySpec, *, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.spec = spec
+        self.activation_checkpointing = activation_checkpointing
+        self.decoder = titan.build_decoder(spec)
+        self.adapter = titan.adapter(spec)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The transformer layers, in order."""
+        return list(self.decoder.layers.values())
+
+    def init_weights(self, seed: int) -> None:
+        """Draw random weights; not for a sharded policy, whose ranks would each draw their own."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.decoder.init_states()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Policy:
+        super()._apply(fn, recurse)
+        titan.fill_rope_cache(self.decoder)
+        return self
+
+    def forward(
+        self, batch: Batch, *, temperature: float, logprob_rows: int, aux_layers: tuple[int, ...] = ()
+    ) -> PolicyOutput:
+        """Log-probabilities of `batch.targets`, and taps.
+
+        Args:
+            batch: one pack of T tokens, on the policy's device.
+            temperature: divides the logits, as the engine does when it samples.
+            logprob_rows: rows whose logits exist at a time, in forward and backward.
+            aux_layers: taps of the hidden states *entering* these layers; the number of layers stands for
+                the last layer's output. Taps are detached, in the compute dtype.
+
+        A pack without any valid target still sends (zero) gradients through every parameter, so that all
+        ranks take part in the same collectives.
+        """
+        h = embeds = self.decoder.tok_embeddings(batch.tokens[None])  # [1, T, E]
+        entering: dict[int, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            if i in aux_layers:
+                entering[i] = h[0].detach()
+            h = self._run_layer(layer, h, batch)
+        entering[len(self.layers)] = h[0].detach()
+        final = self.decoder.norm(h)[0]
+        taps = None
+        if aux_layers:
+            aux = tuple(entering[i] for i in aux_layers)
+            taps = Taps(embeds=embeds[0].detach(), aux=aux, final=final.detach())
+        head = self.decoder.lm_head.weight
+        logprobs, entropy = target_logprobs(final, head, batch, temperature, logprob_rows)
+        return PolicyOutput(logprobs, entropy, taps)
+
+    def _run_layer(self, layer: nn.Module, h: Tensor, batch: Batch) -> Tensor:
+        inputs = (h, batch.cu_seqlens, batch.positions[None])
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            keep_attention = partial(create_selective_checkpoint_contexts, save_ops())
+            return checkpoint(
+                layer, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keep_attention
+            )
+        return layer(*inputs)
+
+    @torch.no_grad()
+    def head_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The head's full weight [V, E], detached, as `dtype` (None: as stored). Collective if sharded."""
+        return _full(self.decoder.lm_head.weight, dtype)
+
+    @torch.no_grad()
+    def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Full weights by Hugging Face name, as `dtype` (None: as stored); a tied head is not among them.
+
+        One layer at a time exists in full. Collective if sharded: every rank must take every pair.
+        """
+        for prefix, module in self._parts():
+            weights = {f"{prefix}.{name}": _full(p, dtype) for name, p in module.named_parameters()}
+            yield from self.adapter.to_hf(weights).items()
+
+    def _parts(self) -> Iterator[tuple[str, nn.Module]]:
+        yield "tok_embeddings", self.decoder.tok_embeddings
+        for i, layer in enumerate(self.layers):
+            yield f"layers.{i}", layer
+        yield "norm", self.decoder.norm
+        if not self.spec.tied:
+            yield "lm_head", self.decoder.lm_head
+
+
+def target_logprobs(
+    final: Tensor, head: Tensor, batch: Batch, temperature: float, rows_at_a_time: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each row's target and entropy [T], from final hidden states [T, E] and head [V, E].
+
+    Only rows with a valid target are computed; their logits exist `rows_at_a_time` rows at a time and are
+    computed again in the backward pass.
+    """
+    rows = batch.target_mask.nonzero().squeeze(-1)
+    chunks = [
+        checkpoint(
+            _chunk_logprobs,
+            final[part],
+            head,
+            batch.targets[part],
+            temperature,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for part in rows.split(rows_at_a_time)  # without any row one empty chunk keeps the graph whole
+    ]
+    logprobs, entropy = (torch.cat(column) for column in zip(*chunks))
+    zeros = logprobs.new_zeros(batch.targets.shape)
+    return zeros.index_put((rows,), logprobs), zeros.index_put((rows,), entropy)
+
+
+def _chunk_logprobs(
+    final: Tensor, head: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    logits = F.linear(final, head)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logprobs = logits.log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+
+def _full(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    weight = weight.detach()
+    if dtype is not None:
+        weight = weight.to(dtype)
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -1,0 +1,75 @@
+"""One optimizer per model: its own learning rate, schedule and gradient clip (design D6)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchspec.config import Optim
+
+
+class ModelOptimizer:
+    """AdamW, schedule and clip of one model, the policy or the draft.
+
+    Each model has its own, so a joint gradient norm can never let the draft scale the policy's update.
+    """
+
+    def __init__(self, name: str, model: nn.Module, optim: Optim, total_steps: int) -> None:
+        self.name = name
+        self.model = model
+        self.clip = optim.clip
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: lr_factor(optim, step, total_steps)
+        )
+
+    @property
+    def lr(self) -> float:
+        return float(self.schedule.get_last_lr()[0])
+
+    def step(self) -> float:
+        """Clip, update, advance the schedule, clear the gradients; returns the norm before clipping.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; no parameter has been changed.
+            RuntimeError: a parameter got no gradient, so part of the model was silently not trained.
+        """
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if missing := [n for n, p in self.model.named_parameters() if p.requires_grad and p.grad is None]:
+            raise RuntimeError(
+                f"no gradient reached {self.name} parameters {missing[:5]} ({len(missing)} in all)"
+            )
+        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        total = total.full_tensor() if isinstance(total, DTensor) else total
+        norm = total.item()
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the {self.name}'s gradient norm is {norm}; no update was made")
+        if self.clip:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return norm
+
+
+def lr_factor(optim: Optim, step: int, total_steps: int) -> float:
+    """Factor on the learning rate at a 0-based optimizer step: linear warm-up, then the schedule.
+
+    Example: linear, warmup_steps = 2, min_lr_ratio = 0, 6 steps: 1/2, 1, 1, 3/4, 1/2, 1/4
+    """
+    if step < optim.warmup_steps:
+        return (step + 1) / optim.warmup_steps
+    if optim.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps))
+    shape = 1 - done if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * shape

@@ -1,0 +1,1 @@
+"""Sharding of the policy and the draft over ranks."""

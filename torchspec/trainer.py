@@ -1,0 +1,323 @@
+"""The training run: rollouts, rewards, one update of policy and draft, refit; step after step."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from torchspec import rewards, warmup
+from torchspec.assemble import (
+    base_folder,
+    build_draft,
+    build_policy,
+    cache_folder,
+    decode,
+    draft_spec,
+    fingerprint,
+    load_tokenizer,
+    sampling_of,
+)
+from torchspec.config import Config, ConfigError, Optim
+from torchspec.data import ProblemOrder, encode_prompts, load_problems
+from torchspec.draft.eagle3 import Eagle3
+from torchspec.draft.trainer import DraftTrainer
+from torchspec.export import export_draft, export_policy, load_draft
+from torchspec.learner import DraftLearner, Learner
+from torchspec.mesh import Mesh
+from torchspec.metrics import (
+    Meter,
+    MetricWriter,
+    add_tau,
+    console_line,
+    peak_memory_gb,
+    rollout_metrics,
+    simulated_tau,
+)
+from torchspec.models.hf import load_hf
+from torchspec.models.policy import Policy
+from torchspec.models.spec import PolicySpec
+from torchspec.optim import ModelOptimizer
+from torchspec.plots import draw_plots
+from torchspec.records import Problem, Rollout, SpecStats
+from torchspec.refit import refit
+from torchspec.rollout.engine import Engine, Request
+from torchspec.rollout.vllm import VllmEngine, check_version
+from torchspec.run_folder import create_run_folder
+
+
+class FrozenDraft:
+    """A copy of a draft's weights, for measuring what co-training is worth."""
+
+    def __init__(self, draft: Eagle3) -> None:
+        self._weights = [(name, weight.cpu().clone()) for name, weight in draft.hf_weights()]
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._weights)
+
+
+class Trainer:
+    """Everything a run holds, on one rank.
+
+    Building it does all that can fail on the user's input, cheapest first: problems, rewards, tokenizer and
+    prompt lengths before weights, weights before the engine.
+
+    Raises:
+        ConfigError: what the config asks for cannot be done.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.problems, self.held_out = load_problems(config.data)
+        self.scorer = rewards.build_scorer(config.reward, config.data)
+        self.scorer.check_answers([*self.problems, *self.held_out])
+        self.mesh = Mesh(config.parallel)
+        check_version(self.mesh.device.type)
+        self._check_world()
+        self.base = base_folder(config, self.mesh)
+        self.spec = PolicySpec.from_hf(self.base, config.model.max_len)
+        self.tokenizer = load_tokenizer(self.base, self.spec)
+        longest = config.model.max_len - config.rollout.max_new_tokens
+        known = [*self.problems, *self.held_out]
+        self.prompts = {p.id: t for p, t in zip(known, encode_prompts(self.tokenizer, known, longest))}
+        self.draft_spec = draft_spec(config, self.spec) if config.draft.enabled else None
+        self.folder = self._make_folder()
+
+        self._build_models()
+        policy_folder, draft_folder = self._warm_up()
+        self.order = ProblemOrder(self.problems, config.run.seed)
+        self.learner = self._reinforce_learner(policy_folder)
+        self.policy_version = self.draft_version = 0
+        self.engine: Engine = VllmEngine(
+            config,
+            policy_folder=policy_folder,
+            draft_folder=draft_folder,
+            seed=config.run.seed + self.mesh.dp_rank,
+            device_type=self.mesh.device.type,
+        )
+        self.frozen_draft = FrozenDraft(self.draft) if self.draft and config.eval.frozen_draft else None
+
+    def fit(self) -> None:
+        """All steps, then export and plots."""
+        config = self.config
+        writer = MetricWriter(self.folder) if self.mesh.is_main else None
+        if config.eval.every:
+            self._record(writer, 0, self._evaluate())
+        started = time.perf_counter()
+        for step in range(1, config.run.steps + 1):
+            values = self.step(step)
+            if config.eval.every and (step % config.eval.every == 0 or step == config.run.steps):
+                values |= self._evaluate()
+            self._record(writer, step, values)
+            spent = time.perf_counter() - started
+            self.say(console_line(step, config.run.steps, values, spent / step * (config.run.steps - step)))
+        self._export()
+        if writer:
+            writer.close()
+            self._farewell(draw_plots(self.folder))
+
+    def step(self, step: int) -> dict[str, float]:
+        """Rollout, reward, update, refit; returns the step's metrics, equal on all ranks."""
+        config, meter = self.config, Meter()
+        every = config.draft.train_every
+        train_draft = self.draft_spec is not None and every > 0 and step % every == 0
+
+        problems = self._my_problems()
+        with self._phase(meter, "rollout"):
+            rollouts = self._roll_out(problems, config.rollout.samples_per_problem)
+        with self._phase(meter, "wait"):
+            self.mesh.barrier()
+        with self._phase(meter, "reward"):
+            self._reward(problems, rollouts)
+            rewards.group_advantages(rollouts, config.rl)
+            meter.total("reward/failures", sum(self.scorer.failures.values()))
+        rollout_metrics(rollouts, meter, config.rollout.num_draft_tokens if self.draft_spec else 0)
+
+        self.engine.sleep()
+        self.learner.reinforce(rollouts, meter, train_draft)
+        self.engine.wake()
+
+        self.policy_version = step
+        self.draft_version = step if train_draft else self.draft_version
+        with self._phase(meter, "refit"):
+            refit(
+                self.engine,
+                self.policy,
+                self.draft if train_draft else None,
+                policy_version=self.policy_version,
+                draft_version=self.draft_version,
+            )
+        meter.maximum("perf/memory_gb", peak_memory_gb(self.mesh.device))
+        values = meter.reduce(self.mesh)
+        if train_draft:
+            values["draft/tau_simulated"] = simulated_tau(values)
+        trained = values["perf/train_policy_s"] + values["perf/train_draft_s"]
+        values["perf/rollout_tokens_per_s"] = values["rollout/tokens"] / values["perf/rollout_s"]
+        values["perf/train_tokens_per_s"] = values.pop("rollout/trained_tokens") / trained
+        return values
+
+    def say(self, text: str) -> None:
+        """Print on the main rank."""
+        if self.mesh.is_main:
+            print(text, flush=True)
+
+    # Set-up
+
+    def _check_world(self) -> None:
+        problems, ranks = self.config.rollout.problems_per_step, self.mesh.dp_size
+        if problems % ranks:
+            raise ConfigError(
+                f"rollout.problems_per_step = {problems} must be a multiple of the {ranks} data-parallel ranks"
+            )
+
+    def _make_folder(self) -> Path:
+        folder = Path(self.config.run.dir) / self.config.run.name
+        if self.mesh.is_main:
+            create_run_folder(self.config)
+        self.mesh.barrier()
+        return folder
+
+    def _build_models(self) -> None:
+        config = self.config
+        self.policy = build_policy(config, self.mesh, self.base, self.spec)
+        self.draft = None
+        if self.draft_spec:
+            text = Counter(token for prompt in self.prompts.values() for token in prompt)
+            for problem in self.problems:
+                text.update(self.tokenizer.encode(problem.answer or "", add_special_tokens=False))
+            keep = [self.tokenizer.eos_token_id]
+            self.draft = build_draft(config, self.mesh, self.draft_spec, text, keep)
+
+    def _reinforce_learner(self, start: Path) -> Learner:
+        config = self.config
+        updates = config.run.steps * config.rl.minibatches
+        reference = None
+        if config.rl.kl_coef:
+            reference = build_policy(config, self.mesh, start, self.spec).eval().requires_grad_(False)
+        return self._learner(config.optim, updates, reference)
+
+    def _learner(self, policy: Optim, updates: int, reference: Policy | None = None) -> Learner:
+        config, draft = self.config, None
+        if self.draft:
+            trainer = DraftTrainer(
+                self.draft,
+                passes=config.draft.ttt_steps,
+                pass_decay=config.draft.pass_decay,
+                loss_rows=config.draft.loss_rows,
+            )
+            optimizer = ModelOptimizer("draft", self.draft, config.draft.optim, updates)
+            draft = DraftLearner(trainer, optimizer)
+        optimizer = ModelOptimizer("policy", self.policy, policy, updates)
+        return Learner(config, self.mesh, self.policy, optimizer, draft, reference)
+
+    def _warm_up(self) -> tuple[Path, Path | None]:
+        """Teach the answer format, or load what an equal earlier run taught.
+
+        Returns the folders the engine starts from: policy and draft.
+        """
+        config = self.config
+        if not config.warmup.steps:
+            start = self.folder / "draft_start"
+            if self.draft:
+                export_draft(self.draft, start, self.mesh)
+            return self.base, start if self.draft else None
+        key = fingerprint(config.model, config.draft, config.data, config.warmup, config.run.seed)
+        cached = cache_folder(config) / f"warmup-{key}"
+        policy, draft = cached / "policy", cached / "draft"
+        if policy.exists():
+            self.say(f"warm-up: taken from {cached}")
+            load_hf(self.policy, policy)
+            if self.draft:
+                load_draft(self.draft, draft)
+            return policy, draft if self.draft else None
+        if self.mesh.is_main:
+            shutil.rmtree(cached, ignore_errors=True)  # what an interrupted warm-up left
+        once = Optim(lr=config.warmup.lr, schedule="cosine", min_lr_ratio=0.1, warmup_steps=10)
+        learner = self._learner(once, config.warmup.steps)
+        warmup.teach(config, self.mesh, learner, self.problems, self.tokenizer, self.say)
+        if self.draft:
+            export_draft(self.draft, draft, self.mesh)
+        export_policy(self.policy, policy, self.base, self.mesh)  # last: its presence says that all is there
+        return policy, draft if self.draft else None
+
+    # Parts of a step
+
+    def _my_problems(self) -> list[Problem]:
+        """This rank's problems of the step; every rank draws the whole step's and takes its slice."""
+        drawn = self.order.next(self.config.rollout.problems_per_step)
+        return drawn[self.mesh.dp_rank :: self.mesh.dp_size]
+
+    def _roll_out(self, problems: list[Problem], samples: int) -> list[Rollout]:
+        requests = [
+            Request(problem_id=p.id, prompt_tokens=self.prompts[p.id], samples=samples) for p in problems
+        ]
+        return self.engine.generate(requests, sampling_of(self.config))
+
+    def _reward(self, problems: list[Problem], rollouts: list[Rollout]) -> None:
+        for rollout in rollouts:
+            rollout.text = decode(self.tokenizer, rollout.tokens)
+        self.scorer.score_all({problem.id: problem for problem in problems}, rollouts)
+
+    def _tau(self, rollouts: list[Rollout]) -> SpecStats:
+        return SpecStats.total((r.spec for r in rollouts if r.spec), self.config.rollout.num_draft_tokens)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Reward and tau on the held-out problems; tau of the frozen draft on the same policy and problems."""
+        meter = Meter()
+        problems = self.held_out[self.mesh.dp_rank :: self.mesh.dp_size]
+        samples = self.config.eval.samples_per_problem
+        with self._phase(meter, "eval"):
+            rollouts = self._roll_out(problems, samples)
+            self._reward(problems, rollouts)
+            meter.mean("eval/reward", sum(r.reward or 0.0 for r in rollouts), len(rollouts))
+            if self.draft:
+                add_tau(meter, "eval/tau", self._tau(rollouts))
+            if self.frozen_draft:
+                versions = {"policy_version": self.policy_version, "draft_version": 0}
+                refit(self.engine, None, self.frozen_draft, **versions)
+                add_tau(meter, "eval/tau_frozen", self._tau(self._roll_out(problems, samples)))
+                versions["draft_version"] = self.draft_version
+                refit(self.engine, None, self.draft, **versions)
+        return meter.reduce(self.mesh)
+
+    @contextmanager
+    def _phase(self, meter: Meter, name: str) -> Generator[None]:
+        """Time a phase; the slowest rank's time counts, as it is what the step takes."""
+        started = time.perf_counter()
+        yield
+        meter.maximum(f"perf/{name}_s", time.perf_counter() - started)
+
+    def _record(self, writer: MetricWriter | None, step: int, values: dict[str, float]) -> None:
+        if writer:
+            writer.write(step, values)
+
+    # The end
+
+    def _export(self) -> None:
+        export_policy(self.policy, self.folder / "policy", self.base, self.mesh)
+        if self.draft:
+            export_draft(self.draft, self.folder / "draft", self.mesh)
+
+    def _farewell(self, plots: list[Path]) -> None:
+        serve = f"vllm serve {self.folder / 'policy'}"
+        if self.draft:
+            k = self.config.rollout.num_draft_tokens
+            spec = {"method": "eagle3", "model": str(self.folder / "draft"), "num_speculative_tokens": k}
+            serve += f" --speculative-config '{json.dumps(spec)}'"
+        self.say(f"metrics     {self.folder / 'metrics.jsonl'}")
+        self.say(f"TensorBoard tensorboard --logdir {self.folder / 'tensorboard'}")
+        for plot in plots:
+            self.say(f"plot        {plot}")
+        self.say(f"serve       {serve}")
+
+    def close(self) -> None:
+        """Free the engine, the workers and the process group."""
+        self.engine.close()
+        self.scorer.close()
+        self.mesh.close()

@@ -1,0 +1,57 @@
+"""The supervised warm-up that teaches a policy the answer format before RL; done once, then cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torchspec.config import Config
+from torchspec.data import ProblemOrder, encode_prompt
+from torchspec.learner import Learner
+from torchspec.mesh import Mesh
+from torchspec.metrics import Meter
+from torchspec.records import Problem, Rollout
+
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from transformers import PreTrainedTokenizerBase
+
+
+def teach(
+    config: Config,
+    mesh: Mesh,
+    learner: Learner,
+    problems: list[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    say: Callable[[str], None],
+) -> None:
+    """warmup.steps updates on warmup.template; the draft takes part in the last warmup.draft_steps."""
+    warmup = config.warmup
+    order = ProblemOrder(problems, config.run.seed)
+    for step in range(1, warmup.steps + 1):
+        mine = order.next(warmup.problems_per_step)[mesh.dp_rank :: mesh.dp_size]
+        examples = [example(problem, warmup.template, tokenizer) for problem in mine]
+        meter = Meter()
+        learner.supervise(examples, meter, train_draft=step > warmup.steps - warmup.draft_steps)
+        values = meter.reduce(mesh)
+        if step % max(1, warmup.steps // 8) == 0:
+            parts = [f"warm-up {step}/{warmup.steps}", f"policy {values['policy/loss']:.3f}"]
+            parts += [f"draft {values['draft/loss']:.3f}"] if "draft/loss" in values else []
+            say(" | ".join(parts))
+
+
+def example(problem: Problem, template: str, tokenizer: PreTrainedTokenizerBase) -> Rollout:
+    """The response that is taught for one problem, in the form the learner takes."""
+    response = template.replace("{question}", problem.messages[-1]["content"])
+    response = response.replace("{answer}", problem.answer or "")
+    tokens = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
+    return Rollout(
+        problem_id=problem.id,
+        sample=0,
+        prompt_tokens=encode_prompt(tokenizer, problem.messages),
+        tokens=tokens,
+        logprobs=[0.0] * len(tokens),
+        finish="stop",
+        policy_version=0,
+        draft_version=0,
+        text=response,
+    )
