@@ -329,7 +329,11 @@ def encode_prompts(
 
 
 class ProblemOrder:
-    """Problems without end: every epoch is a permutation drawn from (seed, epoch)."""
+    """Problems without end: every epoch is a permutation drawn from (seed, epoch).
+
+    What an epoch has left too few of for a whole draw is skipped, so no problem is drawn twice at once: its
+    two groups would be one to the advantages.
+    """
 
     def __init__(self, problems: list[Problem], seed: int) -> None:
         self.problems = problems
@@ -337,15 +341,20 @@ class ProblemOrder:
         self._start(epoch=0)
 
     def next(self, n: int) -> list[Problem]:
-        """The next `n` problems; where an epoch ends, the next one begins."""
-        taken = []
-        while len(taken) < n:
-            if self.offset == len(self.problems):
-                self._start(self.epoch + 1)
-            end = min(self.offset + n - len(taken), len(self.problems))
-            taken += [self.problems[i] for i in self.order[self.offset : end]]
-            self.offset = end
-        return taken
+        """The next `n` problems, all different.
+
+        Raises:
+            ConfigError: there are fewer than `n` problems.
+        """
+        if n > len(self.problems):
+            raise ConfigError(
+                f"a step asks for {n} problems, but there are only {len(self.problems)} to train on"
+            )
+        if self.offset + n > len(self.problems):
+            self._start(self.epoch + 1)
+        taken = self.order[self.offset : self.offset + n]
+        self.offset += n
+        return [self.problems[i] for i in taken]
 
     def state_dict(self) -> dict[str, int]:
         return {

@@ -170,11 +170,19 @@ class Trainer:
     # Set-up
 
     def _check_world(self) -> None:
-        problems, ranks = self.config.rollout.problems_per_step, self.mesh.dp_size
-        if problems % ranks:
+        config, ranks = self.config, self.mesh.dp_size
+        count, updates = config.rollout.problems_per_step, config.rl.minibatches
+        if count % ranks:
+            raise ConfigError(f"rollout.problems_per_step = {count} must be a multiple of the {ranks} ranks")
+        if count // ranks < updates:
             raise ConfigError(
-                f"rollout.problems_per_step = {problems} must be a multiple of the {ranks} data-parallel ranks"
+                f"rl.minibatches = {updates} exceeds the {count // ranks} problems of a rank's step"
             )
+        if config.eval.every and len(self.held_out) < ranks:
+            raise ConfigError(f"data.eval_size = {len(self.held_out)} must be at least the {ranks} ranks")
+        most = max(count, config.warmup.problems_per_step if config.warmup.steps else 0)
+        if len(self.problems) < most:
+            raise ConfigError(f"{len(self.problems)} problems to train on cannot fill a step of {most}")
 
     def _make_folder(self) -> Path:
         folder = Path(self.config.run.dir) / self.config.run.name

@@ -30,7 +30,8 @@ def test_command_line_wins_over_toml_wins_over_defaults(tmp_path) -> None:
     assert config.draft.ttt_steps == 5
     assert config.draft.optim.lr == 1e-3
     assert config.draft.optim.clip == 0.0
-    assert config.draft.pass_decay == 1.0 and isinstance(config.draft.pass_decay, float)
+    assert config.draft.pass_decay == 1.0
+    assert isinstance(config.draft.pass_decay, float)
     assert config.draft.aux_layers == Config().draft.aux_layers
     assert config.run.name == "on"
 

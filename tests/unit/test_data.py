@@ -307,29 +307,37 @@ def problems(n: int) -> list[Problem]:
     return [Problem(id=str(i), messages=user(str(i))) for i in range(n)]
 
 
+def draws(order: ProblemOrder, sizes: list[int]) -> list[list[str]]:
+    return [[p.id for p in order.next(n)] for n in sizes]
+
+
 def test_every_epoch_is_another_permutation():
-    order = ProblemOrder(problems(7), seed=1)
-    stream = [p.id for _ in range(7) for p in order.next(3)]  # 21 problems: three epochs
-    epochs = [stream[i : i + 7] for i in (0, 7, 14)]
+    epochs = draws(ProblemOrder(problems(7), seed=1), [7, 7, 7])
     assert all(Counter(epoch) == Counter(map(str, range(7))) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_the_order_depends_on_the_seed_alone_and_not_on_the_step_size():
-    ids = [p.id for p in ProblemOrder(problems(9), seed=3).next(30)]
-    small_steps = ProblemOrder(problems(9), seed=3)
-    assert [small_steps.next(1)[0].id for _ in range(30)] == ids
-    assert [p.id for p in ProblemOrder(problems(9), seed=4).next(30)] != ids
+def test_a_draw_never_repeats_a_problem_and_skips_the_rest_of_an_epoch():
+    whole = draws(ProblemOrder(problems(7), seed=1), [7, 7])
+    steps = draws(ProblemOrder(problems(7), seed=1), [3, 3, 3, 3])
+    assert steps == [whole[0][:3], whole[0][3:6], whole[1][:3], whole[1][3:6]]
+    with pytest.raises(ConfigError, match="a step asks for 8 problems, but there are only 7"):
+        ProblemOrder(problems(7), seed=1).next(8)
 
 
-@pytest.mark.parametrize("before", [0, 4, 5, 6, 13])
+def test_the_order_depends_on_the_seed_alone():
+    assert draws(ProblemOrder(problems(9), seed=3), [9]) == draws(ProblemOrder(problems(9), seed=3), [9])
+    assert draws(ProblemOrder(problems(9), seed=4), [9]) != draws(ProblemOrder(problems(9), seed=3), [9])
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3, 7])
 def test_resume_is_exact(before):
     order = ProblemOrder(problems(5), seed=2)
-    order.next(before)
+    draws(order, [2] * before)
     state = json.loads(json.dumps(order.state_dict()))
     resumed = ProblemOrder(problems(5), seed=2)
     resumed.load_state_dict(state)
-    assert [p.id for p in resumed.next(12)] == [p.id for p in order.next(12)]
+    assert draws(resumed, [2] * 6) == draws(order, [2] * 6)
 
 
 def test_resume_with_other_problems_is_refused():
