@@ -1,0 +1,310 @@
+"""The suffix drafter: what requests are likely to say next, from what was said about the same problem before.
+
+A draft is looked for in three kinds of scopes (docs/speculation.md): the request's own text, its group's, and
+the problem's earlier generations, a frozen automaton each. Nothing is trained. Importing this imports numba.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+
+import numpy as np
+
+from torchspec.records import Rollout
+from torchspec.rollout import suffix_kernels as kernels
+
+PROMPT_TAIL = 8
+"""Prompt tokens that precede each indexed response, so that its first tokens can be drafted."""
+RECENT = 64
+"""Tokens of a running request that are replayed when its problem gains a generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Ragged proposals of one step.
+
+    `tokens[starts[i] : starts[i + 1]]` are request i's; `probs` their path probabilities: the estimated
+    chance that a token and all before it are accepted.
+
+    Example, two requests, the second without a draft:
+        Drafts(tokens=[5, 9], probs=[0.9, 0.7], starts=[0, 2, 2])
+    """
+
+    tokens: np.ndarray
+    probs: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.starts)
+
+    def lists(self) -> list[list[int]]:
+        """One list of tokens per request, as engines take them."""
+        flat, ends = self.tokens.tolist(), self.starts.tolist()
+        return [flat[a:b] for a, b in zip(ends, ends[1:])]
+
+
+def problem_key(problem_id: str | None, prompt_tokens: Sequence[int]) -> str:
+    """The id that histories are kept under; without an explicit one, a hash of the prompt."""
+    if problem_id is not None:
+        return problem_id
+    return "prompt:" + hashlib.blake2b(np.asarray(prompt_tokens, np.int64).tobytes(), digest_size=16).hexdigest()
+
+
+class SuffixDrafter:
+    """Drafts for all running requests with a fixed number of compiled calls a step.
+
+    Two drafters that are told the same in the same order propose the same, so tensor-parallel ranks agree.
+    The order within a batch does not matter: requests are taken by id.
+
+    Example:
+        drafter = SuffixDrafter()
+        drafter.begin_iteration(7)
+        drafter.start("r0", "spell_backward/17", prompt_tokens)
+        drafts = drafter.propose(["r0"], limits=[8])
+        drafter.advance(["r0"], [[33, 12]])           # what was sampled
+        drafter.stop("r0")
+        drafter.add_rollouts(7, rollouts)             # they are history from now on
+
+    Args:
+        window: iterations a generation is kept for.
+        max_bytes: of all generations; beyond it the oldest are dropped whole.
+        recency: path probabilities are scaled by recency ** (number of newer generations).
+        max_draft: longest draft.
+        decay: factor on the calibration's counts at every iteration.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int = 16,
+        max_bytes: int = 4 << 30,
+        recency: float = 0.98,
+        max_draft: int = 32,
+        decay: float = 0.8,
+    ) -> None:
+        if window < 1 or max_draft < 1:
+            raise ValueError(f"window {window} and max_draft {max_draft} must be at least 1")
+        self.window, self.max_bytes, self.max_draft, self.decay = window, max_bytes, max_draft, decay
+        self.iteration = 0
+        self._table = np.zeros((64, kernels.TABLE_WIDTH), np.int64)
+        self._arrays: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """Keeps the memory alive that the table's addresses point to."""
+        self._free_automata = list(range(63, -1, -1))
+        self._history: dict[str, list[tuple[int, int]]] = {}
+        """Problem -> (iteration, automaton), oldest first."""
+        self._groups: dict[str, int] = {}
+        self._rows: dict[str, int] = {}
+        self._problems: dict[str, str] = {}
+        self._free_rows: list[int] = []
+        self._allocate_rows(64)
+        scopes = self._automata.shape[1]
+        self._weights = np.ones(scopes)
+        self._weights[kernels.PROBLEM :] = recency ** np.arange(scopes - kernels.PROBLEM)
+        cells = int(np.prod(kernels.CELLS))
+        self._predicted, self._accepted, self._factors = np.zeros(cells), np.zeros(cells), np.ones(cells)
+
+    @property
+    def history_bytes(self) -> int:
+        return sum(self._bytes(a) for generations in self._history.values() for _, a in generations)
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(nodes.nbytes + slots.nbytes for nodes, slots in self._arrays.values()) - self.history_bytes
+
+    def generations(self, problem_id: str) -> list[int]:
+        """Iterations whose rollouts of the problem are kept, oldest first."""
+        return [iteration for iteration, _ in self._history.get(problem_id, ())]
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Drop what has left the window; groups without running requests end here."""
+        self.iteration = iteration
+        running = set(self._problems.values())
+        for problem in sorted(self._groups.keys() - running):
+            self._release(self._groups.pop(problem))
+        self._predicted *= self.decay
+        self._accepted *= self.decay
+        self._factors[:] = (self._accepted + kernels.TRUST) / (self._predicted + kernels.TRUST)
+        self._evict()
+        self._attach_running()
+
+    def add_rollouts(self, iteration: int, rollouts: Iterable[Rollout]) -> None:
+        """Make one generation per problem of an iteration's rollouts."""
+        ordered = sorted(rollouts, key=lambda r: (problem_key(r.problem_id, r.prompt_tokens), r.sample))
+        for problem, group in groupby(ordered, key=lambda r: problem_key(r.problem_id, r.prompt_tokens)):
+            texts = [r.prompt_tokens[-PROMPT_TAIL:] + r.tokens for r in group]
+            starts = np.cumsum([0, *map(len, texts)], dtype=np.int64)
+            tokens = np.fromiter(chain.from_iterable(texts), np.int32, starts[-1])
+            self._history.setdefault(problem, []).append((iteration, self._register(*kernels.build(tokens, starts))))
+            self._history[problem].sort(key=lambda generation: generation[0])
+        self._evict()
+        self._attach_running()
+
+    def start(self, request_id: str, problem_id: str | None, prompt_tokens: Sequence[int]) -> None:
+        """A request begins to generate. Raises ValueError if it is running already."""
+        if request_id in self._rows:
+            raise ValueError(f"request {request_id!r} is running already")
+        if not self._free_rows:
+            self._allocate_rows(2 * len(self._lengths))
+        row = self._rows[request_id] = self._free_rows.pop()
+        problem = self._problems[request_id] = problem_key(problem_id, prompt_tokens)
+        if problem not in self._groups:
+            self._groups[problem] = self._new_live()
+        self._automata[row] = -1
+        self._automata[row, : kernels.PROBLEM] = self._new_live(), self._groups[problem]
+        self._states[row] = self._matches[row] = self._lengths[row] = 0
+        self._recent[row] = -1
+        prompt = np.asarray(prompt_tokens, np.int32)
+        tail = prompt[-PROMPT_TAIL:]
+        self._append(np.array([row]), kernels.SELF, prompt, np.array([0, len(prompt)]))
+        self._append(np.array([row]), kernels.GROUP, tail, np.array([0, len(tail)]))
+        self._recent[row, RECENT - len(tail) :] = tail
+        self._attach(row, problem)
+
+    def stop(self, request_id: str) -> None:
+        """A request has finished or was aborted; its text stays with its group until the next iteration."""
+        row = self._rows.pop(request_id)
+        del self._problems[request_id]
+        self._release(int(self._automata[row, kernels.SELF]))
+        self._automata[row] = -1
+        self._free_rows.append(row)
+
+    def advance(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
+        """Take in the tokens that each request has got since it was last advanced, none of them drafts."""
+        order = sorted(range(len(request_ids)), key=request_ids.__getitem__)
+        rows = np.array([self._rows[request_ids[i]] for i in order], np.int64)
+        new = [tokens[i] for i in order]
+        starts = np.zeros(len(new) + 1, np.int64)
+        np.cumsum([len(t) for t in new], out=starts[1:])
+        flat = np.fromiter(chain.from_iterable(new), np.int32, starts[-1])
+        kernels.calibrate(
+            rows, flat, starts, self._drafts, self._plain, self._cells, self._lengths,
+            self._predicted, self._accepted, self._factors,
+        )  # fmt: skip
+        self._append(rows, kernels.SELF, flat, starts)
+        self._append(rows, kernels.GROUP, flat, starts)
+        kernels.follow_all(
+            self._table, self._automata, self._states, self._matches, rows, flat, starts, self._recent
+        )
+
+    def propose(
+        self,
+        request_ids: Sequence[str],
+        limits: Sequence[int] | np.ndarray,
+        floors: Sequence[float] | np.ndarray | None = None,
+    ) -> Drafts:
+        """Continuations of running requests.
+
+        Args:
+            limits: most tokens for each request; 0 and less: none.
+            floors: a token is proposed while its path probability is at least this; None: 0.
+        """
+        rows = np.array([self._rows[r] for r in request_ids], np.int64)
+        limit = np.asarray(limits, np.int64)
+        floor = np.zeros(len(rows)) if floors is None else np.asarray(floors, np.float64)
+        kernels.propose(
+            self._table, self._automata, self._states, self._matches, self._weights, self._factors,
+            rows, limit, floor, self._drafts, self._probs, self._plain, self._cells, self._lengths,
+        )  # fmt: skip
+        total = int(self._lengths[rows].sum())
+        drafts = Drafts(np.empty(total, np.int32), np.empty(total, np.float32), np.zeros(len(rows) + 1, np.int64))
+        kernels.pack(
+            rows, self._drafts, self._probs, self._lengths, drafts.starts, drafts.tokens, drafts.probs
+        )
+        return drafts
+
+    def _append(self, rows: np.ndarray, scope: int, tokens: np.ndarray, starts: np.ndarray) -> None:
+        done = np.zeros(len(rows), np.int64)
+        while True:
+            full = kernels.append(self._table, self._automata, self._states, rows, scope, tokens, starts, done)
+            if full < 0:
+                return
+            self._grow(full)
+
+    def _evict(self) -> None:
+        """Drop generations that are out of the window, then the oldest until the rest fits."""
+        generations = sorted((i, problem) for problem, g in self._history.items() for i, _ in g)
+        size = self.history_bytes
+        for iteration, problem in generations:
+            if iteration > self.iteration - self.window and size <= self.max_bytes:
+                return
+            _, automaton = self._history[problem].pop(0)
+            size -= self._bytes(automaton)
+            self._automata[:, kernels.PROBLEM :][self._automata[:, kernels.PROBLEM :] == automaton] = -1
+            self._release(automaton)
+            if not self._history[problem]:
+                del self._history[problem]
+
+    def _attach_running(self) -> None:
+        for request_id, row in self._rows.items():
+            self._attach(row, self._problems[request_id])
+
+    def _attach(self, row: int, problem: str) -> None:
+        """Point a request's cursors at its problem's generations, newest first, and replay its last tokens."""
+        newest = [automaton for _, automaton in self._history.get(problem, ())][::-1][: self.window]
+        self._automata[row, kernels.PROBLEM :] = -1
+        self._automata[row, kernels.PROBLEM : kernels.PROBLEM + len(newest)] = newest
+        self._states[row, kernels.PROBLEM :] = self._matches[row, kernels.PROBLEM :] = 0
+        recent = self._recent[row]
+        kernels.follow(
+            self._table, self._automata, self._states, self._matches, kernels.PROBLEM, row, recent[recent >= 0]
+        )
+
+    def _allocate_rows(self, count: int) -> None:
+        """Room for `count` running requests; keeps what is there."""
+        scopes = kernels.PROBLEM + self.window
+        shapes = {
+            "_automata": ((scopes,), np.int32),
+            "_states": ((scopes,), np.int32),
+            "_matches": ((scopes,), np.int32),
+            "_recent": ((RECENT,), np.int32),
+            "_lengths": ((), np.int64),
+            "_drafts": ((self.max_draft,), np.int32),
+            "_cells": ((self.max_draft,), np.int32),
+            "_probs": ((self.max_draft,), np.float32),
+            "_plain": ((self.max_draft,), np.float32),
+        }
+        have = len(self._rows)
+        for name, (shape, dtype) in shapes.items():
+            array = np.full((count, *shape), -1, dtype)
+            if have:
+                array[:have] = getattr(self, name)
+            setattr(self, name, array)
+        self._free_rows = list(range(count - 1, have - 1, -1))
+
+    def _register(self, nodes: np.ndarray, slots: np.ndarray, states: int = 0, edges: int = 0) -> int:
+        if not self._free_automata:
+            have = len(self._table)
+            self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+            self._free_automata = list(range(2 * have - 1, have - 1, -1))
+        automaton = self._free_automata.pop()
+        self._point(automaton, nodes, slots, states, edges)
+        return automaton
+
+    def _point(self, automaton: int, nodes: np.ndarray, slots: np.ndarray, states: int, edges: int) -> None:
+        self._arrays[automaton] = nodes, slots
+        self._table[automaton] = nodes.ctypes.data, *nodes.shape, slots.ctypes.data, len(slots), states, edges
+
+    def _release(self, automaton: int) -> None:
+        del self._arrays[automaton]
+        self._free_automata.append(automaton)
+
+    def _bytes(self, automaton: int) -> int:
+        nodes, slots = self._arrays[automaton]
+        return nodes.nbytes + slots.nbytes
+
+    def _new_live(self) -> int:
+        nodes = np.empty((64, kernels.LIVE_WIDTH), np.int32)
+        kernels.new_live(nodes)
+        return self._register(nodes, np.full((32, 3), -1, np.int32), states=1)
+
+    def _grow(self, automaton: int) -> None:
+        """Twice the room for a live automaton's states and edges."""
+        nodes, slots = self._arrays[automaton]
+        states, edges = self._table[automaton, kernels.T_STATES :]
+        larger = np.empty((2 * len(nodes), kernels.LIVE_WIDTH), np.int32)
+        larger[:states] = nodes[:states]
+        self._point(automaton, larger, kernels.rehash(larger, slots, states, 2 * len(slots)), states, edges)
