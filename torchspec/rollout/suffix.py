@@ -51,7 +51,47 @@ def problem_key(problem_id: str | None, prompt_tokens: Sequence[int]) -> str:
     """The id that histories are kept under; without an explicit one, a hash of the prompt."""
     if problem_id is not None:
         return problem_id
-    return "prompt:" + hashlib.blake2b(np.asarray(prompt_tokens, np.int64).tobytes(), digest_size=16).hexdigest()
+    return (
+        "prompt:" + hashlib.blake2b(np.asarray(prompt_tokens, np.int64).tobytes(), digest_size=16).hexdigest()
+    )
+
+
+@dataclass(slots=True)
+class _Requests:
+    """What is kept for running requests, a row each; S scopes, K longest draft."""
+
+    automata: np.ndarray
+    """int32 [R, S]; -1: none."""
+    states: np.ndarray
+    """int32 [R, S]: a live scope's state of the whole text, a frozen one's of the longest match."""
+    matches: np.ndarray
+    """int32 [R, S]: length of that match."""
+    recent: np.ndarray
+    """int32 [R, RECENT]: the last tokens, newest last; -1 before the first."""
+    drafts: np.ndarray
+    """int32 [R, K]: the last draft, with its path probabilities, uncalibrated probabilities and cells."""
+    probs: np.ndarray
+    plain: np.ndarray
+    cells: np.ndarray
+    lengths: np.ndarray
+    """int64 [R]: length of the last draft."""
+
+    @classmethod
+    def empty(cls, count: int, scopes: int, max_draft: int) -> _Requests:
+        def integers(width: int) -> np.ndarray:
+            return np.full((count, width), -1, np.int32)
+
+        return cls(
+            automata=integers(scopes),
+            states=integers(scopes),
+            matches=integers(scopes),
+            recent=integers(RECENT),
+            drafts=integers(max_draft),
+            probs=np.zeros((count, max_draft), np.float32),
+            plain=np.zeros((count, max_draft), np.float32),
+            cells=integers(max_draft),
+            lengths=np.zeros(count, np.int64),
+        )
 
 
 class SuffixDrafter:
@@ -99,11 +139,8 @@ class SuffixDrafter:
         self._groups: dict[str, int] = {}
         self._rows: dict[str, int] = {}
         self._problems: dict[str, str] = {}
-        self._free_rows: list[int] = []
         self._allocate_rows(64)
-        scopes = self._automata.shape[1]
-        self._weights = np.ones(scopes)
-        self._weights[kernels.PROBLEM :] = recency ** np.arange(scopes - kernels.PROBLEM)
+        self._weights = np.concatenate([np.ones(kernels.PROBLEM), recency ** np.arange(window)])
         cells = int(np.prod(kernels.CELLS))
         self._predicted, self._accepted, self._factors = np.zeros(cells), np.zeros(cells), np.ones(cells)
 
@@ -138,7 +175,9 @@ class SuffixDrafter:
             texts = [r.prompt_tokens[-PROMPT_TAIL:] + r.tokens for r in group]
             starts = np.cumsum([0, *map(len, texts)], dtype=np.int64)
             tokens = np.fromiter(chain.from_iterable(texts), np.int32, starts[-1])
-            self._history.setdefault(problem, []).append((iteration, self._register(*kernels.build(tokens, starts))))
+            self._history.setdefault(problem, []).append(
+                (iteration, self._register(*kernels.build(tokens, starts)))
+            )
             self._history[problem].sort(key=lambda generation: generation[0])
         self._evict()
         self._attach_running()
@@ -148,28 +187,29 @@ class SuffixDrafter:
         if request_id in self._rows:
             raise ValueError(f"request {request_id!r} is running already")
         if not self._free_rows:
-            self._allocate_rows(2 * len(self._lengths))
+            self._allocate_rows(2 * len(self._rows))
         row = self._rows[request_id] = self._free_rows.pop()
         problem = self._problems[request_id] = problem_key(problem_id, prompt_tokens)
         if problem not in self._groups:
             self._groups[problem] = self._new_live()
-        self._automata[row] = -1
-        self._automata[row, : kernels.PROBLEM] = self._new_live(), self._groups[problem]
-        self._states[row] = self._matches[row] = self._lengths[row] = 0
-        self._recent[row] = -1
+        of = self._requests
+        of.automata[row] = -1
+        of.automata[row, : kernels.PROBLEM] = self._new_live(), self._groups[problem]
+        of.states[row] = of.matches[row] = of.lengths[row] = 0
+        of.recent[row] = -1
         prompt = np.asarray(prompt_tokens, np.int32)
         tail = prompt[-PROMPT_TAIL:]
         self._append(np.array([row]), kernels.SELF, prompt, np.array([0, len(prompt)]))
         self._append(np.array([row]), kernels.GROUP, tail, np.array([0, len(tail)]))
-        self._recent[row, RECENT - len(tail) :] = tail
+        of.recent[row, RECENT - len(tail) :] = tail
         self._attach(row, problem)
 
     def stop(self, request_id: str) -> None:
         """A request has finished or was aborted; its text stays with its group until the next iteration."""
         row = self._rows.pop(request_id)
         del self._problems[request_id]
-        self._release(int(self._automata[row, kernels.SELF]))
-        self._automata[row] = -1
+        self._release(int(self._requests.automata[row, kernels.SELF]))
+        self._requests.automata[row] = -1
         self._free_rows.append(row)
 
     def advance(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
@@ -180,15 +220,14 @@ class SuffixDrafter:
         starts = np.zeros(len(new) + 1, np.int64)
         np.cumsum([len(t) for t in new], out=starts[1:])
         flat = np.fromiter(chain.from_iterable(new), np.int32, starts[-1])
+        of = self._requests
         kernels.calibrate(
-            rows, flat, starts, self._drafts, self._plain, self._cells, self._lengths,
+            rows, flat, starts, of.drafts, of.plain, of.cells, of.lengths,
             self._predicted, self._accepted, self._factors,
         )  # fmt: skip
         self._append(rows, kernels.SELF, flat, starts)
         self._append(rows, kernels.GROUP, flat, starts)
-        kernels.follow_all(
-            self._table, self._automata, self._states, self._matches, rows, flat, starts, self._recent
-        )
+        kernels.follow_all(self._table, of.automata, of.states, of.matches, rows, flat, starts, of.recent)
 
     def propose(
         self,
@@ -205,23 +244,23 @@ class SuffixDrafter:
         rows = np.array([self._rows[r] for r in request_ids], np.int64)
         limit = np.asarray(limits, np.int64)
         floor = np.zeros(len(rows)) if floors is None else np.asarray(floors, np.float64)
+        of = self._requests
         kernels.propose(
-            self._table, self._automata, self._states, self._matches, self._weights, self._factors,
-            rows, limit, floor, self._drafts, self._probs, self._plain, self._cells, self._lengths,
+            self._table, of.automata, of.states, of.matches, self._weights, self._factors,
+            rows, limit, floor, of.drafts, of.probs, of.plain, of.cells, of.lengths,
         )  # fmt: skip
-        total = int(self._lengths[rows].sum())
-        drafts = Drafts(np.empty(total, np.int32), np.empty(total, np.float32), np.zeros(len(rows) + 1, np.int64))
-        kernels.pack(
-            rows, self._drafts, self._probs, self._lengths, drafts.starts, drafts.tokens, drafts.probs
+        total = int(of.lengths[rows].sum())
+        drafts = Drafts(
+            np.empty(total, np.int32), np.empty(total, np.float32), np.zeros(len(rows) + 1, np.int64)
         )
+        kernels.pack(rows, of.drafts, of.probs, of.lengths, drafts.starts, drafts.tokens, drafts.probs)
         return drafts
 
     def _append(self, rows: np.ndarray, scope: int, tokens: np.ndarray, starts: np.ndarray) -> None:
-        done = np.zeros(len(rows), np.int64)
-        while True:
-            full = kernels.append(self._table, self._automata, self._states, rows, scope, tokens, starts, done)
-            if full < 0:
-                return
+        of, done = self._requests, np.zeros(len(rows), np.int64)
+        while (
+            full := kernels.append(self._table, of.automata, of.states, rows, scope, tokens, starts, done)
+        ) >= 0:
             self._grow(full)
 
     def _evict(self) -> None:
@@ -233,7 +272,6 @@ class SuffixDrafter:
                 return
             _, automaton = self._history[problem].pop(0)
             size -= self._bytes(automaton)
-            self._automata[:, kernels.PROBLEM :][self._automata[:, kernels.PROBLEM :] == automaton] = -1
             self._release(automaton)
             if not self._history[problem]:
                 del self._history[problem]
@@ -245,34 +283,21 @@ class SuffixDrafter:
     def _attach(self, row: int, problem: str) -> None:
         """Point a request's cursors at its problem's generations, newest first, and replay its last tokens."""
         newest = [automaton for _, automaton in self._history.get(problem, ())][::-1][: self.window]
-        self._automata[row, kernels.PROBLEM :] = -1
-        self._automata[row, kernels.PROBLEM : kernels.PROBLEM + len(newest)] = newest
-        self._states[row, kernels.PROBLEM :] = self._matches[row, kernels.PROBLEM :] = 0
-        recent = self._recent[row]
-        kernels.follow(
-            self._table, self._automata, self._states, self._matches, kernels.PROBLEM, row, recent[recent >= 0]
-        )
+        of = self._requests
+        of.automata[row, kernels.PROBLEM :] = -1
+        of.automata[row, kernels.PROBLEM : kernels.PROBLEM + len(newest)] = newest
+        of.states[row, kernels.PROBLEM :] = of.matches[row, kernels.PROBLEM :] = 0
+        recent = of.recent[row]
+        kernels.follow(self._table, of.automata, of.states, of.matches, row, recent[recent >= 0])
 
     def _allocate_rows(self, count: int) -> None:
         """Room for `count` running requests; keeps what is there."""
-        scopes = kernels.PROBLEM + self.window
-        shapes = {
-            "_automata": ((scopes,), np.int32),
-            "_states": ((scopes,), np.int32),
-            "_matches": ((scopes,), np.int32),
-            "_recent": ((RECENT,), np.int32),
-            "_lengths": ((), np.int64),
-            "_drafts": ((self.max_draft,), np.int32),
-            "_cells": ((self.max_draft,), np.int32),
-            "_probs": ((self.max_draft,), np.float32),
-            "_plain": ((self.max_draft,), np.float32),
-        }
-        have = len(self._rows)
-        for name, (shape, dtype) in shapes.items():
-            array = np.full((count, *shape), -1, dtype)
-            if have:
-                array[:have] = getattr(self, name)
-            setattr(self, name, array)
+        have, scopes = len(self._rows), kernels.PROBLEM + self.window
+        larger = _Requests.empty(count, scopes, self.max_draft)
+        if have:
+            for name in _Requests.__slots__:
+                getattr(larger, name)[:have] = getattr(self._requests, name)
+        self._requests = larger
         self._free_rows = list(range(count - 1, have - 1, -1))
 
     def _register(self, nodes: np.ndarray, slots: np.ndarray, states: int = 0, edges: int = 0) -> int:

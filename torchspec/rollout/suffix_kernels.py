@@ -145,17 +145,14 @@ def rehash(nodes, slots, states, rows):
 
 @_njit
 def _add_edge(nodes, slots, size, s, d):
-    """Give `s` its first edge by d's token. `size` is [states, edges in slots]; returns the slots, maybe larger."""
+    """Give `s` its first edge by d's token. `size` is [states, edges in slots]; there must be room."""
     if nodes[s, FIRST] < 0:
         nodes[s, FIRST] = d
-        return slots
-    if 4 * (size[1] + 1) > 3 * slots.shape[0]:
-        slots = rehash(nodes, slots, size[0], 2 * slots.shape[0])
+        return
     at = _place(slots, s, d, nodes[d, TOKEN])
     slots[at, NEXT] = nodes[s, HEAD]
     nodes[s, HEAD] = at
     size[1] += 1
-    return slots
 
 
 @_njit
@@ -185,12 +182,14 @@ def _redirect(nodes, slots, s, old, new):
 def _new_state(nodes, size, length, token):
     s = size[0]
     size[0] += 1
-    nodes[s, :] = -1
     nodes[s, LEN] = length
     nodes[s, LINK] = 0
     nodes[s, TOKEN] = token
     nodes[s, COUNT] = 0
     nodes[s, CONT] = 0
+    nodes[s, BEST] = -1
+    nodes[s, HEAD] = -1
+    nodes[s, FIRST] = -1
     return s
 
 
@@ -205,44 +204,39 @@ def _split(nodes, slots, size, p, q, live):
         nodes[c, CONT] = nodes[q, CONT]
         nodes[c, BEST] = nodes[q, BEST]
     at = nodes[q, HEAD]
-    if at >= 0:
-        # A rehash inside the loop would invalidate `at`: make room for all of them first.
-        edges = 0
-        while at >= 0:
-            edges += 1
-            at = slots[at, NEXT]
-        if 4 * (size[1] + edges) > 3 * slots.shape[0]:
-            slots = rehash(nodes, slots, size[0], 2 * (slots.shape[0] + edges))
-        at = nodes[q, HEAD]
-        while at >= 0:
-            slots = _add_edge(nodes, slots, size, c, slots[at, DST])
-            at = slots[at, NEXT]
+    while at >= 0:
+        _add_edge(nodes, slots, size, c, slots[at, DST])
+        at = slots[at, NEXT]
     nodes[q, LINK] = c
     while p >= 0 and _redirect(nodes, slots, p, q, c):
         p = nodes[p, LINK]
-    return c, slots
+    return c
 
 
 @_njit
 def _extend(nodes, slots, size, last, token, live):
-    """Append `token` to the sequence that ends in state `last`; returns its new state and the slots."""
+    """Append `token` to the sequence that ends in state `last`; returns its new state.
+
+    There must be room for 2 states and `_edges_needed` slots. Returning grown arrays from here instead would
+    make the build seven times slower: numba counts references to every array that it returns.
+    """
     q = child(nodes, slots, last, token)
     if q >= 0:  # another sequence has been here
         if nodes[q, LEN] == nodes[last, LEN] + 1:
-            return q, slots
+            return q
         return _split(nodes, slots, size, last, q, live)
     new = _new_state(nodes, size, nodes[last, LEN] + 1, token)
     p = last
     while p >= 0 and q < 0:
-        slots = _add_edge(nodes, slots, size, p, new)
+        _add_edge(nodes, slots, size, p, new)
         p = nodes[p, LINK]
         if p >= 0:
             q = child(nodes, slots, p, token)
     if p >= 0:
         if nodes[q, LEN] != nodes[p, LEN] + 1:
-            q, slots = _split(nodes, slots, size, p, q, live)
+            q = _split(nodes, slots, size, p, q, live)
         nodes[new, LINK] = q
-    return new, slots
+    return new
 
 
 @_njit
@@ -266,6 +260,11 @@ def _edges_needed(nodes, slots, last, token):
 
 
 @_njit
+def _has_room(slots, size, edges):
+    return 4 * (size[1] + edges) <= 3 * slots.shape[0]
+
+
+@_njit
 def build(tokens, starts):
     """The frozen automaton of the sequences tokens[starts[i] : starts[i + 1]], int32; returns (nodes, slots)."""
     total = tokens.shape[0]
@@ -274,34 +273,19 @@ def build(tokens, starts):
     size = np.zeros(2, np.int64)
     _new_state(nodes, size, 0, -1)
     nodes[0, LINK] = -1
-    longest = 0
     for i in range(starts.shape[0] - 1):
         last = 0
-        longest = max(longest, starts[i + 1] - starts[i])
         for at in range(starts[i], starts[i + 1]):
             if size[0] + 2 > nodes.shape[0]:
                 larger = np.empty((nodes.shape[0] + nodes.shape[0] // 2, LIVE_WIDTH), np.int32)
                 larger[: size[0]] = nodes[: size[0]]
                 nodes = larger
+            while not _has_room(slots, size, _edges_needed(nodes, slots, last, tokens[at])):
+                slots = rehash(nodes, slots, size[0], 2 * slots.shape[0])
             nodes[last, CONT] += 1
-            last, slots = _extend(nodes, slots, size, last, tokens[at], False)
+            last = _extend(nodes, slots, size, last, tokens[at], False)
             nodes[last, COUNT] += 1
-    return _freeze(nodes, slots, size[0], longest)
-
-
-@_njit
-def _by_length(nodes, states, longest):
-    """State numbers, shortest first; a counting sort."""
-    ends = np.zeros(longest + 2, np.int64)
-    for s in range(states):
-        ends[nodes[s, LEN] + 1] += 1
-    for n in range(longest + 1):
-        ends[n + 1] += ends[n]
-    order = np.empty(states, np.int32)
-    for s in range(states):
-        order[ends[nodes[s, LEN]]] = s
-        ends[nodes[s, LEN]] += 1
-    return order
+    return _freeze(nodes, slots, size[0], size[1])
 
 
 @_njit
@@ -313,35 +297,49 @@ def _better(nodes, a, b):
 
 
 @_njit
-def _freeze(nodes, slots, states, longest):
-    """Exact counts, best children, and arrays without slack."""
-    order = _by_length(nodes, states, longest)
-    for i in range(states - 1, 0, -1):
-        s = order[i]
-        nodes[nodes[s, LINK], COUNT] += nodes[s, COUNT]
-        nodes[nodes[s, LINK], CONT] += nodes[s, CONT]
-    edges = 0
+def _add_up_counts(nodes, states):
+    """Add each state's counts to its link's, longer states first. BEST counts who still has to report."""
     for s in range(states):
-        best = nodes[s, FIRST]
-        at = nodes[s, HEAD]
+        nodes[s, BEST] = 0
+    for s in range(1, states):
+        nodes[nodes[s, LINK], BEST] += 1
+    for s in range(1, states):
+        t = s
+        while t > 0 and nodes[t, BEST] == 0:
+            nodes[t, BEST] = -1
+            link = nodes[t, LINK]
+            nodes[link, COUNT] += nodes[t, COUNT]
+            nodes[link, CONT] += nodes[t, CONT]
+            nodes[link, BEST] -= 1
+            t = link
+
+
+@_njit
+def _freeze(nodes, slots, states, edges):
+    """Exact counts, best children, and arrays without slack."""
+    _add_up_counts(nodes, states)
+    frozen_nodes = np.empty((states, FROZEN_WIDTH), np.int32)
+    frozen_slots = np.full((edges + edges // 3 + 2, 2), -1, np.int32)
+    for s in range(states):
+        first, head = nodes[s, FIRST], nodes[s, HEAD]
+        best = first
+        at = head
         while at >= 0:
             if _better(nodes, slots[at, DST], best):
                 best = slots[at, DST]
-            edges += 1
             at = slots[at, NEXT]
-        nodes[s, BEST] = best
-    frozen = np.full((edges + edges // 3 + 2, 2), -1, np.int32)
-    for s in range(states):
-        first = nodes[s, FIRST]
-        if first >= 0 and first != nodes[s, BEST]:
-            _place(frozen, s, first, nodes[first, TOKEN])
-        at = nodes[s, HEAD]
+        if first != best:
+            _place(frozen_slots, s, first, nodes[first, TOKEN])
+        at = head
         while at >= 0:
             d = slots[at, DST]
-            if d != nodes[s, BEST]:
-                _place(frozen, s, d, nodes[d, TOKEN])
+            if d != best:
+                _place(frozen_slots, s, d, nodes[d, TOKEN])
             at = slots[at, NEXT]
-    return nodes[:states, :FROZEN_WIDTH].copy(), frozen
+        for column in range(BEST):
+            frozen_nodes[s, column] = nodes[s, column]
+        frozen_nodes[s, BEST] = best
+    return frozen_nodes, frozen_slots
 
 
 @_njit
@@ -390,10 +388,10 @@ def append(table, automata, states, rows, scope, tokens, starts, done):
         while done[i] < starts[i + 1] - starts[i]:
             token = tokens[starts[i] + done[i]]
             last = states[r, scope]
-            edges = size[1] + _edges_needed(nodes, slots, last, token)
-            if size[0] + 2 > nodes.shape[0] or 4 * (edges + 1) > 3 * slots.shape[0]:
+            edges = _edges_needed(nodes, slots, last, token)
+            if size[0] + 2 > nodes.shape[0] or not _has_room(slots, size, edges):
                 return a
-            new, _ = _extend(nodes, slots, size, last, token, True)
+            new = _extend(nodes, slots, size, last, token, True)
             _count(nodes, last, new)
             states[r, scope] = new
             done[i] += 1
@@ -401,9 +399,9 @@ def append(table, automata, states, rows, scope, tokens, starts, done):
 
 
 @_njit
-def follow(table, automata, states, matches, first_scope, r, tokens):
+def follow(table, automata, states, matches, r, tokens):
     """Move request r's cursors in its frozen automata over `tokens`, newest generation first."""
-    for scope in range(first_scope, automata.shape[1]):
+    for scope in range(PROBLEM, automata.shape[1]):
         a = automata[r, scope]
         if a < 0:
             break
@@ -429,7 +427,7 @@ def follow_all(table, automata, states, matches, rows, tokens, starts, recent):
     for i in range(rows.shape[0]):
         r = rows[i]
         new = tokens[starts[i] : starts[i + 1]]
-        follow(table, automata, states, matches, PROBLEM, r, new)
+        follow(table, automata, states, matches, r, new)
         n = min(new.shape[0], width)
         recent[r, : width - n] = recent[r, n:].copy()
         recent[r, width - n :] = new[new.shape[0] - n :]
@@ -476,7 +474,20 @@ def _walk(nodes, s, m, kind, weight, limit, floor, factors, tokens, probs, plain
 
 @_njit
 def propose(
-    table, automata, states, matches, weights, factors, rows, limits, floors, drafts, probs, plain, cells, lengths
+    table,
+    automata,
+    states,
+    matches,
+    weights,
+    factors,
+    rows,
+    limits,
+    floors,
+    drafts,
+    probs,
+    plain,
+    cells,
+    lengths,
 ):
     """Each request's draft: of its scopes with the longest matches, the one with most expected acceptances.
 

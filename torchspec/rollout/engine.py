@@ -1,0 +1,120 @@
+"""What the rest of torchspec knows of a rollout engine. Imports neither vLLM nor torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torchspec.records import Rollout
+
+if TYPE_CHECKING:
+    import torch
+
+    NamedWeights = Iterable[tuple[str, torch.Tensor]]
+    """Pairs (Hugging Face name, full tensor)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How tokens are chosen; one for all requests of a `generate` call.
+
+    `temperature` 0 is greedy, `top_k` 0 is off. `seed` makes a call repeatable only as far as the engine
+    allows: a draft that samples draws from the engine's own generator, so only its law repeats.
+
+    Example, GRPO's rollouts and a greedy evaluation:
+        Sampling(temperature=1.0, max_new_tokens=256)
+        Sampling(temperature=0.0, max_new_tokens=256)
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int
+    seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One prompt, to be answered `samples` times.
+
+    Example, a group of 8:
+        Request(problem_id="spell_backward/17", prompt_tokens=[5, 18, 40, 6], samples=8)
+    """
+
+    problem_id: str
+    prompt_tokens: list[int]
+    samples: int = 1
+
+
+@dataclass(kw_only=True, slots=True)
+class Counters:
+    """What an engine did since it was built; take differences.
+
+    Example, after one group of 8 with a prompt of 40 tokens:
+        Counters(samples=8, prompt_tokens=320, cached_tokens=0, tokens=512, seconds=0.4)
+    """
+
+    samples: int = 0
+    prompt_tokens: int = 0
+    """Tokens of the prompts, counted once per sample."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache served."""
+    tokens: int = 0
+    """Tokens sampled."""
+    seconds: float = 0.0
+    """Wall time inside `generate`."""
+
+
+class Engine(Protocol):
+    """Samples responses from the policy; speculation changes the speed, never the distribution."""
+
+    counters: Counters
+    policy_version: int
+    draft_version: int
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
+        """Answer every request; ordered by request, then by sample.
+
+        Fills all of a Rollout but `text`, rewards and advantage. A response stops after the policy's end
+        token, which is then its last token (finish "stop"), or is cut by `max_new_tokens` or by the
+        model's longest sequence (finish "length").
+
+        Raises:
+            ConfigError: a prompt that leaves no room for a response.
+        """
+        ...
+
+    def shared_names(self) -> frozenset[str]:
+        """Names of draft weights that are the policy's own in this engine: never sent with the draft."""
+        ...
+
+    def update(
+        self,
+        policy: NamedWeights | None,
+        draft: NamedWeights | None,
+        *,
+        policy_version: int,
+        draft_version: int,
+    ) -> None:
+        """Load new weights, policy first, and stamp what follows with the versions; None leaves a model.
+
+        Both iterables are consumed to their end, tensor by tensor, and nothing of them is kept.
+
+        Raises:
+            ValueError: a draft weight in `shared_names`.
+            RuntimeError: draft weights for an engine without a draft.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give device memory back until `wake`; does nothing where the engine cannot."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory again, weights as they were."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; the engine cannot be used afterwards."""
+        ...
