@@ -145,7 +145,7 @@ def dispatch(
     for i, (request, (mean, p90)) in enumerate(zip(requests, expected)):
         split = engines > 1 and p90 >= cut and p90 > min(tails)
         samples = 1 if split else request.samples
-        weight = samples * mean + tail_weight * (p90 - mean)
+        weight = samples * (mean + tail_weight * (p90 - mean) / request.samples)
         units += [(weight, i, samples)] * (request.samples // samples)
     loads = [(0.0, engine) for engine in range(engines)]
     taken = [Counter[int]() for _ in range(engines)]

@@ -62,7 +62,9 @@ class CostTable:
         )
         rectangular = [len(row) for row in self.seconds] == [len(self.tokens)] * len(self.batches)
         if not increasing or not rectangular or len(self.tokens) < 2:
-            raise ValueError("a cost table has increasing tokens (2 or more) and batches, and a time for each")
+            raise ValueError(
+                "a cost table has increasing tokens (2 or more) and batches, and a time for each"
+            )
 
     def __call__(self, tokens: float, batch: float) -> float:
         return self._interpolate(tokens, batch)[0]
@@ -178,7 +180,9 @@ class Budget:
         limits = np.clip(np.minimum(limits, step.room - 1), 0, self.max_draft)
         return Allowance(limits=limits, floors=floors, weights=weights)
 
-    def gain(self, allowance: Allowance, expected: np.ndarray, drafted: int, draft_seconds: float = 0.0) -> float:
+    def gain(
+        self, allowance: Allowance, expected: np.ndarray, drafted: int, draft_seconds: float = 0.0
+    ) -> float:
         """Estimated speed-up of a step with drafts over one without; below 1, verify none of them.
 
         Args:

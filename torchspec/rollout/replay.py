@@ -241,7 +241,9 @@ def replay_command(argv: list[str]) -> None:
     parser.add_argument("--fixed-tokens", type=int, default=4)
     parser.add_argument("--window", type=int, default=16, help="iterations a generation is kept for")
     parser.add_argument("--max-bytes", type=int, default=4 << 30)
-    parser.add_argument("--no-off-switch", action="store_true", help="verify drafts even at an estimated loss")
+    parser.add_argument(
+        "--no-off-switch", action="store_true", help="verify drafts even at an estimated loss"
+    )
     options = parser.parse_args(argv)
     if options.drafter not in DRAFTERS:
         near = difflib.get_close_matches(options.drafter, DRAFTERS, n=1)
