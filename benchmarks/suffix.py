@@ -25,10 +25,14 @@ import numpy as np
 from torchspec.records import Rollout
 from torchspec.rollout.suffix import SuffixDrafter
 
-INSTALL = "Arctic is not installed (a venv of its own is best): pip install nanobind==2.9.2 wheel ninja 'cmake<4.3' grpcio-tools && pip install --no-build-isolation --no-deps arctic-inference==0.3.0"
+INSTALL = (
+    "Arctic is not installed (best in a venv of its own): pip install nanobind==2.9.2 wheel ninja 'cmake<4.3' "
+    "grpcio-tools && pip install --no-build-isolation --no-deps arctic-inference==0.3.0"
+)
 MAX_DRAFT, FLOOR = 24, 0.1
 PROMPT, DECODED = 24, 200
 ROLLOUT = 6000
+UNITS = {"insert": "us/token", "bytes": "bytes/token", "accepted": "tokens/step", "drafted": "tokens/step"}
 BARS = {"insert": 1 / 4, "propose at 256": 1 / 5, "bytes": 1 / 3, "accepted": 1.0}
 
 
@@ -154,14 +158,14 @@ def decode(
 ) -> tuple[float, float, float]:
     """Follow `texts` in lockstep as requests first, first + 1, ...
 
-    Returns seconds of proposing per call, seconds of advancing per call, accepted tokens per request and step.
+    Returns, each per request and step: seconds of proposing and of advancing, accepted and drafted tokens.
     """
     arrays = [np.array(text, np.int32) for text in texts]
     for i, text in enumerate(texts):
         drafter.start(first + i, text[:PROMPT])
     at = [PROMPT] * len(texts)
     propose_s = advance_s = 0.0
-    steps = calls = accepted = 0
+    steps = accepted = drafted = 0
     while running := [i for i in range(len(texts)) if at[i] < len(texts[i])]:
         requests = [first + i for i in running]
         contexts = [arrays[i][max(0, at[i] - depth) : at[i]] for i in running]
@@ -176,14 +180,14 @@ def decode(
                 hits += 1
             new.append(left[: hits + 1])
             accepted += hits
+            drafted += len(draft)
             at[i] += len(new[-1])
         t2 = time.process_time()
         drafter.advance(requests, new)
         advance_s += time.process_time() - t2
         propose_s += t1 - t0
         steps += len(running)
-        calls += 1
-    return propose_s / steps, advance_s / steps, accepted / steps
+    return propose_s / steps, advance_s / steps, accepted / steps, drafted / steps
 
 
 def measure(kind: type, depth: int, history: list[list[int]], texts: list[list[int]]) -> dict[str, float]:
@@ -195,10 +199,10 @@ def measure(kind: type, depth: int, history: list[list[int]], texts: list[list[i
     drafter.build(history)
     decode(drafter, 10_000, texts[:2], depth)  # compiles
     for batch in (1, 32, 256):
-        propose, advance, accepted = decode(drafter, 1000 * batch, texts[:batch], depth)
+        propose, advance, accepted, drafted = decode(drafter, 1000 * batch, texts[:batch], depth)
         row[f"propose at {batch}"] = propose * 1e6
         row[f"advance at {batch}"] = advance * 1e6
-    row["accepted"] = accepted
+        row["accepted"], row["drafted"] = accepted, drafted
     return row
 
 
@@ -225,9 +229,7 @@ def main() -> int:
         rows = {kind.name: measure(kind, options.depth, history, texts) for kind in kinds}
         print(f"\n{tokens} tokens{'':<18}" + "".join(f"{name:>12}" for name in rows) + "     ratio   bar")
         for what in rows["torchspec"]:
-            unit = {"accepted": "tokens/step", "bytes": "bytes/token"}.get(
-                what, "us/token" if what == "insert" else "us/request"
-            )
+            unit = UNITS.get(what, "us/request")
             line = f"{what:<16}{unit:<14}" + "".join(f"{row[what]:>12.3f}" for row in rows.values())
             if "arctic" in rows:
                 ratio = rows["torchspec"][what] / rows["arctic"][what]

@@ -59,19 +59,19 @@ def test_the_closed_form_meets_its_constraint_and_the_printed_one_does_not():
     ratio=st.floats(1, 5000),
 )
 def test_the_closed_form_is_the_cheapest_number_of_passes(lengths, efficiency, capacity, ratio):
-    l = np.array(lengths)
-    a, k = np.full(len(l), efficiency), np.full(len(l), capacity)
-    proposed, rounds = closed_form(l, a, k, ratio, 1.0)
+    length = np.array(lengths)
+    a, k = np.full(len(length), efficiency), np.full(len(length), capacity)
+    proposed, rounds = closed_form(length, a, k, ratio, 1.0)
 
     def seconds(n: float) -> float:
-        p = closed_budgets(l, a, k, n)
-        own = np.where(p > 0, passes_needed(l, a, k, p), l)
+        p = closed_budgets(length, a, k, n)
+        own = np.where(p > 0, passes_needed(length, a, k, p), length)
         return ratio * n + float((own + p).sum())
 
-    assert (passes_needed(l, a, k, proposed) <= rounds * (1 + 1e-6) + 1e-6).all()
+    assert (passes_needed(length, a, k, proposed) <= rounds * (1 + 1e-6) + 1e-6).all()
     assert (proposed >= 0).all()
-    floor = (l * (1 - k)).max()
-    others = floor + (l.max() - floor) * np.linspace(1e-3, 1, 200)
+    floor = (length * (1 - k)).max()
+    others = floor + (length.max() - floor) * np.linspace(1e-3, 1, 200)
     assert seconds(rounds) <= min(seconds(n) for n in others) * (1 + 1e-6)
 
 
@@ -121,11 +121,11 @@ def test_no_request_exceeds_its_budget_or_its_room(policy, rooms, max_draft, dat
         budget.finished(float(length), length)
     allowance = budget.allow(state)
     assert len(allowance.limits) == len(allowance.floors) == count
-    assert ((0 <= allowance.limits) & (allowance.limits <= max_draft)).all()
+    assert ((allowance.limits >= 0) & (allowance.limits <= max_draft)).all()
     assert (
         allowance.limits <= np.maximum(np.array(rooms, int) - 1, 0)
     ).all()  # the bonus token needs room too
-    assert ((0 <= allowance.floors) & (allowance.floors <= 1)).all()
+    assert ((allowance.floors >= 0) & (allowance.floors <= 1)).all()
     if policy == "off":
         assert not allowance.limits.any()
 

@@ -13,6 +13,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -57,8 +58,7 @@ class CostTable:
 
     def __post_init__(self) -> None:
         increasing = all(
-            len(axis) > 0 and all(a < b for a, b in zip(axis, axis[1:], strict=False))
-            for axis in (self.tokens, self.batches)
+            len(axis) > 0 and all(a < b for a, b in pairwise(axis)) for axis in (self.tokens, self.batches)
         )
         rectangular = [len(row) for row in self.seconds] == [len(self.tokens)] * len(self.batches)
         if not increasing or not rectangular or len(self.tokens) < 2:
@@ -103,7 +103,7 @@ class Step:
     remaining: np.ndarray
     """float [B]: tokens predicted to come (balance.LengthStats.remaining)."""
     expected: np.ndarray
-    """float [B]: whole length predicted when the request began; nan: its problem is unknown."""
+    """float [B]: the problem's median length when the request began; nan: its problem is unknown."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -157,6 +157,7 @@ class Budget:
         self.survival = Survival(short_below, long_from)
         self.capacity = capacity
         self._drafted = 0
+        """Of the last step."""
         self._totals = np.array([1.0, 0.5])
         """Drafted and accepted tokens, decayed; begins with one token at 1/2."""
 
@@ -191,13 +192,16 @@ class Budget:
             draft_seconds: what proposing took where the engine had to wait for it.
         """
         batch = len(expected)
-        self._drafted = drafted
         without = self.cost(batch, batch)
         saved = 1.0 + float(allowance.weights @ expected)
         return saved * without / (self.cost(batch + drafted, batch) + draft_seconds)
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Count a verified step; "das_closed" derives its efficiency from it."""
+        """Count a verify step's draft tokens; "das_closed" derives its efficiency from them.
+
+        The next step's price of a token is taken where this step ended on the cost table.
+        """
+        self._drafted = drafted
         self._totals = 0.999 * self._totals + (drafted, accepted)
 
     def finished(self, expected: float, length: int) -> None:

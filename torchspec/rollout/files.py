@@ -75,6 +75,7 @@ def _parse(row: Any) -> Rollout:
         raise ValueError("finish is neither 'stop' nor 'length'")
     spec = row.get("spec")
     try:
-        return Rollout(**{**row, "spec": SpecStats(**spec) if spec else None})
+        fields: dict[str, Any] = {**row, "spec": SpecStats(**spec) if spec else None}
+        return Rollout(**fields)
     except TypeError as error:
         raise ValueError(f"spec: {error}") from error

@@ -174,7 +174,7 @@ def _verify(
     if off_switch and drafts.tokens.size and budget.gain(allowance, expected, drafts.tokens.size) < 1:
         proposals = [[] for _ in active]
         report.skipped += 1
-    emitted = []
+    emitted, accepted = [], 0
     for one, draft in zip(active, proposals):
         left = one.rollout.tokens[one.done :]
         hits = 0
@@ -184,12 +184,14 @@ def _verify(
             report.spec.drafted[j] += 1
             report.spec.accepted[j] += j < hits
         report.spec.steps += bool(draft)
-        budget.observe(len(draft), hits)
+        accepted += hits
         emitted.append(left[: hits + 1])
         one.done += len(emitted[-1])
+    drafted = sum(map(len, proposals))
+    budget.observe(drafted, accepted)
     report.rounds += len(active)
     report.tokens += sum(map(len, emitted))
-    report.seconds += budget.cost(len(active) + sum(map(len, proposals)), len(active))
+    report.seconds += budget.cost(len(active) + drafted, len(active))
     begin = time.perf_counter()
     drafter.advance(ids, emitted)
     report.draft_seconds += time.perf_counter() - begin

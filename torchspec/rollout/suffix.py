@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Drafts:
     def lists(self) -> list[list[int]]:
         """One list of tokens per request, as engines take them."""
         flat, ends = self.tokens.tolist(), self.starts.tolist()
-        return [flat[a:b] for a, b in zip(ends, ends[1:])]
+        return [flat[a:b] for a, b in pairwise(ends)]
 
 
 def problem_key(problem_id: str | None, prompt_tokens: Sequence[int]) -> str:

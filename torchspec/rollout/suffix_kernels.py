@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -53,12 +54,13 @@ def _cache_folder() -> str:
 
 def _njit(function):
     """Compile on the first call and keep the code; ranks that compile at once write whole files, last one wins."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = before or _cache_folder()
+    config: Any = numba.config
+    before = config.CACHE_DIR
+    config.CACHE_DIR = before or _cache_folder()
     try:
         return numba.njit(cache=True, nogil=True)(function)
     finally:
-        numba.config.CACHE_DIR = before
+        config.CACHE_DIR = before
 
 
 @intrinsic
