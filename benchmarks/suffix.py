@@ -32,6 +32,7 @@ INSTALL = (
 MAX_DRAFT, FLOOR = 24, 0.1
 PROMPT, DECODED = 24, 200
 ROLLOUT = 6000
+BATCHES = (1, 32, 256)
 UNITS = {"insert": "us/token", "bytes": "bytes/token", "accepted": "tokens/step", "drafted": "tokens/step"}
 BARS = {"insert": 1 / 4, "propose at 256": 1 / 5, "bytes": 1 / 3, "accepted": 1.0}
 
@@ -78,6 +79,9 @@ class Ours:
     def start(self, request: int, prompt: list[int]) -> None:
         self.drafter.start(str(request), "problem", prompt)
 
+    def stop(self, request: int) -> None:
+        self.drafter.stop(str(request))
+
     def propose(self, requests: list[int], contexts: list[np.ndarray]) -> list[list[int]]:
         floors = np.full(len(requests), FLOOR)
         return self.drafter.propose([str(r) for r in requests], [MAX_DRAFT] * len(requests), floors).lists()
@@ -105,6 +109,9 @@ class Arctic:
 
     def start(self, request: int, prompt: list[int]) -> None:
         self.cache.start_request(request, np.array(prompt, np.int32))
+
+    def stop(self, request: int) -> None:
+        self.cache.stop_request(request)
 
     def propose(self, requests: list[int], contexts: list[np.ndarray]) -> list[list[int]]:
         cache = self.cache
@@ -187,6 +194,8 @@ def decode(
         advance_s += time.process_time() - t2
         propose_s += t1 - t0
         steps += len(running)
+    for i in range(len(texts)):
+        drafter.stop(first + i)
     return propose_s / steps, advance_s / steps, accepted / steps, drafted / steps
 
 
@@ -197,9 +206,11 @@ def measure(kind: type, depth: int, history: list[list[int]], texts: list[list[i
     row["insert"] = build_seconds(kind, depth, history) / tokens * 1e6
     drafter = kind(depth)
     drafter.build(history)
-    decode(drafter, 10_000, texts[:2], depth)  # compiles
-    for batch in (1, 32, 256):
-        propose, advance, accepted, drafted = decode(drafter, 1000 * batch, texts[:batch], depth)
+    decode(drafter, 0, texts[:2], depth)  # compiles
+    first = 2
+    for batch in BATCHES:  # each its own texts: what was decoded before is remembered
+        propose, advance, accepted, drafted = decode(drafter, first, texts[first : first + batch], depth)
+        first += batch
         row[f"propose at {batch}"] = propose * 1e6
         row[f"advance at {batch}"] = advance * 1e6
         row["accepted"], row["drafted"] = accepted, drafted
@@ -222,7 +233,7 @@ def main() -> int:
         kinds = [Ours, Arctic]
     rng = np.random.default_rng(0)
     phrases = make_phrases(rng)
-    texts = make_rollouts(256, PROMPT + DECODED, rng, phrases)
+    texts = make_rollouts(2 + sum(BATCHES), PROMPT + DECODED, rng, phrases)
     failed = 0
     for tokens in options.tokens:
         history = make_rollouts(tokens // ROLLOUT, ROLLOUT, rng, phrases)

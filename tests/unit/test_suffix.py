@@ -12,10 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchspec.records import Rollout
-from torchspec.rollout import suffix_kernels as kernels
+from torchspec.rollout import suffix_automaton as automata
+from torchspec.rollout import suffix_batch as batch
 from torchspec.rollout.suffix import PROMPT_TAIL, RECENT, SuffixDrafter, problem_key
 
-BEST, CONT, COUNT, LEN, TOKEN = kernels.BEST, kernels.CONT, kernels.COUNT, kernels.LEN, kernels.TOKEN
+BEST, CONT, COUNT, LEN, TOKEN = automata.BEST, automata.CONT, automata.COUNT, automata.LEN, automata.TOKEN
 text = st.lists(st.integers(0, 2), max_size=24) | st.lists(st.integers(0, 2**31 - 1), max_size=8)
 texts = st.lists(text, min_size=1, max_size=4)
 ADVERSARIAL = [
@@ -43,7 +44,7 @@ def rollout(
 
 def frozen(sequences: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     starts = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
-    return kernels.build(np.array(list(chain.from_iterable(sequences)), np.int32), starts)
+    return automata.build(np.array(list(chain.from_iterable(sequences)), np.int32), starts)
 
 
 def continuations(sequences: list[list[int]], pattern: list[int]) -> tuple[int, Counter]:
@@ -77,7 +78,7 @@ def substrings(sequences: list[list[int]]) -> set[tuple[int, ...]]:
 def walk(nodes: np.ndarray, slots: np.ndarray, pattern) -> int:
     state = 0
     for token in pattern:
-        state = kernels.child(nodes, slots, state, token)
+        state = automata.child(nodes, slots, state, token)
         if state < 0:
             break
     return state
@@ -107,7 +108,7 @@ def live(sequences: list[list[int]]) -> tuple[SuffixDrafter, int, np.ndarray, np
         running = [i for i, s in enumerate(sequences) if at < len(s)]
         drafter.advance([f"r{i}" for i in running], [[sequences[i][at]] for i in running])
     automaton = drafter._groups["p"]
-    states = drafter._table[automaton, kernels.T_STATES]
+    states = drafter._table[automaton, automata.T_STATES]
     nodes, slots = drafter._arrays[automaton]
     return drafter, states, nodes, slots
 
@@ -126,7 +127,7 @@ def test_live_automaton_is_the_frozen_one_before_it_is_frozen(sequences):
         assert state > 0
         assert nodes[state, COUNT] <= count
         assert nodes[state, CONT] <= after.total()
-        if max(map(len, sequences)) <= kernels.COUNTED_SUFFIXES:  # no suffix chain is cut
+        if max(map(len, sequences)) <= automata.COUNTED_SUFFIXES:  # no suffix chain is cut
             assert nodes[state, COUNT] == count
             assert nodes[state, CONT] == after.total()
             assert not after or nodes[nodes[state, BEST], TOKEN] == most_frequent(after)
@@ -147,14 +148,14 @@ def test_cursors_are_at_the_longest_match_after_every_token(generations, prompt,
             seen = [*seen, token]
         drafter.propose(["r"], [4])
         rows = drafter._requests
-        for scope, sequences in enumerate(generations[::-1], kernels.PROBLEM):
+        for scope, sequences in enumerate(generations[::-1], batch.PROBLEM):
             match = longest_match(sequences, seen)
             nodes, _ = drafter._arrays[rows.automata[0, scope]]
             assert rows.matches[0, scope] == len(match)
             assert nodes[rows.states[0, scope], COUNT] == continuations(sequences, match)[0] or not match
     own = prompt + output
     repeated = [own[i:] for i in range(len(own)) if continuations([own], own[i:])[1]]
-    assert drafter._requests.matches[0, kernels.SELF] == len(repeated[0] if repeated else [])
+    assert drafter._requests.matches[0, batch.SELF] == len(repeated[0] if repeated else [])
 
 
 def brute_force_draft(sequences: list[list[int]], context: list[int], limit: int) -> list[int]:
@@ -185,7 +186,7 @@ def test_drafts_follow_the_most_frequent_continuation(sequences, context):
     drafter = SuffixDrafter()
     drafter.add_rollouts(0, [rollout(s, sample=i) for i, s in enumerate(sequences)])
     drafter.start("r", "p", [])
-    drafter._requests.automata[0, : kernels.PROBLEM] = -1  # history alone
+    drafter._requests.automata[0, : batch.PROBLEM] = -1  # history alone
     drafter.advance(["r"], [context])
     drafts = drafter.propose(["r"], [6])
     assert drafts.lists() == [brute_force_draft(sequences, context, 6)]
@@ -218,7 +219,7 @@ def test_calibration_learns_what_is_accepted_even_while_nothing_is_verified():
     for i in range(400):
         drafter.start(f"r{i}", "p", [])
         drafter.advance([f"r{i}"], [[1, 2]])
-        drafter._requests.automata[0, kernels.GROUP] = -1
+        drafter._requests.automata[0, batch.GROUP] = -1
         last = drafter.propose([f"r{i}"], [1]).probs
         drafter.advance([f"r{i}"], [[3 if rng.random() < 0.2 else 9]])
         drafter.stop(f"r{i}")
@@ -313,7 +314,7 @@ def test_a_running_request_follows_changes_of_its_history():
         drafter.add_rollouts(iteration, [rollout(s, sample=i) for i, s in enumerate(history)])
         drafter.advance(["r"], [output[80 + iteration : 81 + iteration]])
         match = longest_match(history, output[: 81 + iteration][-RECENT - 1 :])
-        assert drafter._requests.matches[0, kernels.PROBLEM] == len(match)
+        assert drafter._requests.matches[0, batch.PROBLEM] == len(match)
         assert (drafter._requests.automata[0] >= 0).sum() == 2 + min(iteration + 1, 2)
 
 
@@ -380,7 +381,7 @@ def test_a_long_run_of_one_token():
 def test_compiled_code_is_kept_outside_the_repository(tmp_path: Path):
     code = (
         "import numba; before = numba.config.CACHE_DIR;"
-        "from torchspec.rollout import suffix_kernels as k;"
+        "from torchspec.rollout import suffix_automaton as k;"
         "print(numba.config.CACHE_DIR == before, k.build.stats.cache_path)"
     )
     done = subprocess.run(

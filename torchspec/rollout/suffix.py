@@ -14,7 +14,8 @@ from itertools import chain, groupby, pairwise
 import numpy as np
 
 from torchspec.records import Rollout
-from torchspec.rollout import suffix_kernels as kernels
+from torchspec.rollout import suffix_automaton as automata
+from torchspec.rollout import suffix_batch as batch
 
 PROMPT_TAIL = 8
 """Prompt tokens that precede each indexed response, so that its first tokens can be drafted."""
@@ -130,7 +131,7 @@ class SuffixDrafter:
             raise ValueError(f"window {window} and max_draft {max_draft} must be at least 1")
         self.window, self.max_bytes, self.max_draft, self.decay = window, max_bytes, max_draft, decay
         self.iteration = 0
-        self._table = np.zeros((64, kernels.TABLE_WIDTH), np.int64)
+        self._table = np.zeros((64, automata.TABLE_WIDTH), np.int64)
         self._arrays: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         """Keeps the memory alive that the table's addresses point to."""
         self._free_automata = list(range(63, -1, -1))
@@ -140,8 +141,8 @@ class SuffixDrafter:
         self._rows: dict[str, int] = {}
         self._problems: dict[str, str] = {}
         self._allocate_rows(64)
-        self._weights = np.concatenate([np.ones(kernels.PROBLEM), recency ** np.arange(window)])
-        cells = int(np.prod(kernels.CELLS))
+        self._weights = np.concatenate([np.ones(batch.PROBLEM), recency ** np.arange(window)])
+        cells = int(np.prod(batch.CELLS))
         self._predicted, self._accepted, self._factors = np.zeros(cells), np.zeros(cells), np.ones(cells)
 
     @property
@@ -164,7 +165,7 @@ class SuffixDrafter:
             self._release(self._groups.pop(problem))
         self._predicted *= self.decay
         self._accepted *= self.decay
-        self._factors[:] = (self._accepted + kernels.TRUST) / (self._predicted + kernels.TRUST)
+        self._factors[:] = (self._accepted + batch.TRUST) / (self._predicted + batch.TRUST)
         self._evict()
         self._attach_running()
 
@@ -176,7 +177,7 @@ class SuffixDrafter:
             starts = np.cumsum([0, *map(len, texts)], dtype=np.int64)
             tokens = np.fromiter(chain.from_iterable(texts), np.int32, starts[-1])
             self._history.setdefault(problem, []).append(
-                (iteration, self._register(*kernels.build(tokens, starts)))
+                (iteration, self._register(*automata.build(tokens, starts)))
             )
             self._history[problem].sort(key=lambda generation: generation[0])
         self._evict()
@@ -194,13 +195,13 @@ class SuffixDrafter:
             self._groups[problem] = self._new_live()
         of = self._requests
         of.automata[row] = -1
-        of.automata[row, : kernels.PROBLEM] = self._new_live(), self._groups[problem]
+        of.automata[row, : batch.PROBLEM] = self._new_live(), self._groups[problem]
         of.states[row] = of.matches[row] = of.lengths[row] = 0
         of.recent[row] = -1
         prompt = np.asarray(prompt_tokens, np.int32)
         tail = prompt[-PROMPT_TAIL:]
-        self._append(np.array([row]), kernels.SELF, prompt, np.array([0, len(prompt)]))
-        self._append(np.array([row]), kernels.GROUP, tail, np.array([0, len(tail)]))
+        self._append(np.array([row]), batch.SELF, prompt, np.array([0, len(prompt)]))
+        self._append(np.array([row]), batch.GROUP, tail, np.array([0, len(tail)]))
         of.recent[row, RECENT - len(tail) :] = tail
         self._attach(row, problem)
 
@@ -208,7 +209,7 @@ class SuffixDrafter:
         """A request has finished or was aborted; its text stays with its group until the next iteration."""
         row = self._rows.pop(request_id)
         del self._problems[request_id]
-        self._release(int(self._requests.automata[row, kernels.SELF]))
+        self._release(int(self._requests.automata[row, batch.SELF]))
         self._requests.automata[row] = -1
         self._free_rows.append(row)
 
@@ -221,13 +222,13 @@ class SuffixDrafter:
         np.cumsum([len(t) for t in new], out=starts[1:])
         flat = np.fromiter(chain.from_iterable(new), np.int32, starts[-1])
         of = self._requests
-        kernels.calibrate(
+        batch.calibrate(
             rows, flat, starts, of.drafts, of.plain, of.cells, of.lengths,
             self._predicted, self._accepted, self._factors,
         )  # fmt: skip
-        self._append(rows, kernels.SELF, flat, starts)
-        self._append(rows, kernels.GROUP, flat, starts)
-        kernels.follow_all(self._table, of.automata, of.states, of.matches, rows, flat, starts, of.recent)
+        self._append(rows, batch.SELF, flat, starts)
+        self._append(rows, batch.GROUP, flat, starts)
+        batch.follow_all(self._table, of.automata, of.states, of.matches, rows, flat, starts, of.recent)
 
     def propose(
         self,
@@ -245,7 +246,7 @@ class SuffixDrafter:
         limit = np.asarray(limits, np.int64)
         floor = np.zeros(len(rows)) if floors is None else np.asarray(floors, np.float64)
         of = self._requests
-        kernels.propose(
+        batch.propose(
             self._table, of.automata, of.states, of.matches, self._weights, self._factors,
             rows, limit, floor, of.drafts, of.probs, of.plain, of.cells, of.lengths,
         )  # fmt: skip
@@ -253,13 +254,13 @@ class SuffixDrafter:
         drafts = Drafts(
             np.empty(total, np.int32), np.empty(total, np.float32), np.zeros(len(rows) + 1, np.int64)
         )
-        kernels.pack(rows, of.drafts, of.probs, of.lengths, drafts.starts, drafts.tokens, drafts.probs)
+        batch.pack(rows, of.drafts, of.probs, of.lengths, drafts.starts, drafts.tokens, drafts.probs)
         return drafts
 
     def _append(self, rows: np.ndarray, scope: int, tokens: np.ndarray, starts: np.ndarray) -> None:
         of, done = self._requests, np.zeros(len(rows), np.int64)
         while (
-            full := kernels.append(self._table, of.automata, of.states, rows, scope, tokens, starts, done)
+            full := batch.append(self._table, of.automata, of.states, rows, scope, tokens, starts, done)
         ) >= 0:
             self._grow(full)
 
@@ -284,15 +285,15 @@ class SuffixDrafter:
         """Point a request's cursors at its problem's generations, newest first, and replay its last tokens."""
         newest = [automaton for _, automaton in self._history.get(problem, ())][::-1][: self.window]
         of = self._requests
-        of.automata[row, kernels.PROBLEM :] = -1
-        of.automata[row, kernels.PROBLEM : kernels.PROBLEM + len(newest)] = newest
-        of.states[row, kernels.PROBLEM :] = of.matches[row, kernels.PROBLEM :] = 0
+        of.automata[row, batch.PROBLEM :] = -1
+        of.automata[row, batch.PROBLEM : batch.PROBLEM + len(newest)] = newest
+        of.states[row, batch.PROBLEM :] = of.matches[row, batch.PROBLEM :] = 0
         recent = of.recent[row]
-        kernels.follow(self._table, of.automata, of.states, of.matches, row, recent[recent >= 0])
+        batch.follow(self._table, of.automata, of.states, of.matches, row, recent[recent >= 0])
 
     def _allocate_rows(self, count: int) -> None:
         """Room for `count` running requests; keeps what is there."""
-        have, scopes = len(self._rows), kernels.PROBLEM + self.window
+        have, scopes = len(self._rows), batch.PROBLEM + self.window
         larger = _Requests.empty(count, scopes, self.max_draft)
         if have:
             for name in _Requests.__slots__:
@@ -322,14 +323,14 @@ class SuffixDrafter:
         return nodes.nbytes + slots.nbytes
 
     def _new_live(self) -> int:
-        nodes = np.empty((64, kernels.LIVE_WIDTH), np.int32)
-        kernels.new_live(nodes)
+        nodes = np.empty((64, automata.LIVE_WIDTH), np.int32)
+        automata.new_live(nodes)
         return self._register(nodes, np.full((32, 3), -1, np.int32), states=1)
 
     def _grow(self, automaton: int) -> None:
         """Twice the room for a live automaton's states and edges."""
         nodes, slots = self._arrays[automaton]
-        states, edges = self._table[automaton, kernels.T_STATES :]
-        larger = np.empty((2 * len(nodes), kernels.LIVE_WIDTH), np.int32)
+        states, edges = self._table[automaton, automata.T_STATES :]
+        larger = np.empty((2 * len(nodes), automata.LIVE_WIDTH), np.int32)
         larger[:states] = nodes[:states]
-        self._point(automaton, larger, kernels.rehash(larger, slots, states, 2 * len(slots)), states, edges)
+        self._point(automaton, larger, automata.rehash(larger, slots, states, 2 * len(slots)), states, edges)

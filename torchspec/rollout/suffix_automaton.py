@@ -1,4 +1,4 @@
-"""Suffix automata in flat int32 arrays, compiled by numba: build, freeze, append, follow, propose.
+"""Suffix automata in flat int32 arrays, compiled by numba.
 
 The automaton of a set of sequences is the smallest one that accepts their substrings (Blumer et al. 1985); a
 state is a set of substrings that end at the same positions. All edges into a state carry the same token, so the
@@ -18,6 +18,7 @@ Many automata are passed as a table, one int64 row each (the T_ columns), becaus
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -32,31 +33,29 @@ SRC, DST, NEXT = range(3)
 FROZEN_WIDTH, LIVE_WIDTH = 6, 8
 T_NODES, T_NODE_ROWS, T_WIDTH, T_SLOTS, T_SLOT_ROWS, T_STATES, T_EDGES = range(7)
 TABLE_WIDTH = 7
-SELF, GROUP, PROBLEM = range(3)
-"""Columns of a request's scopes: its own text, its siblings', then the problem's generations, newest first."""
 COUNTED_SUFFIXES = 16
 """A live automaton counts a token for so many of the longest suffixes it ends; shorter ones are undercounted."""
-MAX_WALKS = 4
-"""Scopes a request's draft is looked for in, longest match first."""
-CELLS = (3, 8, 8, 6)
-"""Calibration by scope, match length, support and depth; all but the scope in powers of two."""
-PRIOR, PRIOR_WEIGHT = 0.5, 1.0
-TRUST = 4.0
-"""Predicted acceptances a cell needs before its observations weigh as much as the counts."""
-LARGEST_PROBABILITY = 0.999
 
 
 def _cache_folder() -> str:
-    """Compiled code is kept in the user's cache, never beside the source; NUMBA_CACHE_DIR overrides it."""
+    """Where compiled code is kept: in the user's cache, never beside the source; NUMBA_CACHE_DIR overrides it.
+
+    numba does not notice a change in a function that another file's function calls, so the folder is named
+    after the sources.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return str(Path(home) / "torchspec" / "numba")
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("suffix_*.py")))
+    return str(Path(home) / "torchspec" / "numba" / hashlib.blake2b(sources, digest_size=8).hexdigest())
 
 
-def _njit(function):
+CACHE_FOLDER = _cache_folder()
+
+
+def compiled(function):
     """Compile on the first call and keep the code; ranks that compile at once write whole files, last one wins."""
     config: Any = numba.config
     before = config.CACHE_DIR
-    config.CACHE_DIR = before or _cache_folder()
+    config.CACHE_DIR = before or CACHE_FOLDER
     try:
         return numba.njit(cache=True, nogil=True)(function)
     finally:
@@ -71,18 +70,18 @@ def _pointer(typing_context, address):
     return types.CPointer(types.int32)(types.int64), generate
 
 
-@_njit
-def _nodes(table, a):
+@compiled
+def nodes_of(table, a):
     return carray(_pointer(table[a, T_NODES]), (table[a, T_NODE_ROWS], table[a, T_WIDTH]))
 
 
-@_njit
-def _slots(table, a):
+@compiled
+def slots_of(table, a):
     width = 3 if table[a, T_WIDTH] == LIVE_WIDTH else 2
     return carray(_pointer(table[a, T_SLOTS]), (table[a, T_SLOT_ROWS], width))
 
 
-@_njit
+@compiled
 def _home(s, token, rows):
     """The slot where an edge's search begins."""
     key = (np.uint64(s) << np.uint64(32)) | np.uint64(np.uint32(token))
@@ -92,7 +91,7 @@ def _home(s, token, rows):
     return np.int64(((key & np.uint64(0xFFFFFFFF)) * np.uint64(rows)) >> np.uint64(32))
 
 
-@_njit
+@compiled
 def child(nodes, slots, s, token):
     """The state after `token` in state `s`; -1: none."""
     live = nodes.shape[1] == LIVE_WIDTH
@@ -117,7 +116,7 @@ def child(nodes, slots, s, token):
     return -1
 
 
-@_njit
+@compiled
 def _place(slots, s, d, token):
     rows = slots.shape[0]
     at = _home(s, token, rows)
@@ -130,7 +129,7 @@ def _place(slots, s, d, token):
     return at
 
 
-@_njit
+@compiled
 def rehash(nodes, slots, states, rows):
     """The live automaton's edges in a table of `rows` rows."""
     larger = np.full((rows, 3), -1, np.int32)
@@ -145,7 +144,7 @@ def rehash(nodes, slots, states, rows):
     return larger
 
 
-@_njit
+@compiled
 def _add_edge(nodes, slots, size, s, d):
     """Give `s` its first edge by d's token. `size` is [states, edges in slots]; there must be room."""
     if nodes[s, FIRST] < 0:
@@ -157,7 +156,7 @@ def _add_edge(nodes, slots, size, s, d):
     size[1] += 1
 
 
-@_njit
+@compiled
 def _redirect(nodes, slots, s, old, new):
     """Turn the edge s -> old to `new`; False: there is none."""
     found = False
@@ -180,7 +179,7 @@ def _redirect(nodes, slots, s, old, new):
     return found
 
 
-@_njit
+@compiled
 def _new_state(nodes, size, length, token):
     s = size[0]
     size[0] += 1
@@ -195,7 +194,7 @@ def _new_state(nodes, size, length, token):
     return s
 
 
-@_njit
+@compiled
 def _split(nodes, slots, size, p, q, live):
     """Make the substrings of `q` that are no longer than LEN[p] + 1 a state of their own."""
     c = _new_state(nodes, size, nodes[p, LEN] + 1, nodes[q, TOKEN])
@@ -215,11 +214,11 @@ def _split(nodes, slots, size, p, q, live):
     return c
 
 
-@_njit
-def _extend(nodes, slots, size, last, token, live):
+@compiled
+def extend(nodes, slots, size, last, token, live):
     """Append `token` to the sequence that ends in state `last`; returns its new state.
 
-    There must be room for 2 states and `_edges_needed` slots. Returning grown arrays from here instead would
+    There must be room for 2 states and `edges_needed` slots. Returning grown arrays from here instead would
     make the build seven times slower: numba counts references to every array that it returns.
     """
     q = child(nodes, slots, last, token)
@@ -241,9 +240,9 @@ def _extend(nodes, slots, size, last, token, live):
     return new
 
 
-@_njit
-def _edges_needed(nodes, slots, last, token):
-    """An upper bound on the slots that `_extend` will fill."""
+@compiled
+def edges_needed(nodes, slots, last, token):
+    """An upper bound on the slots that `extend` will fill."""
     edges = 0
     p = last
     q = child(nodes, slots, p, token)
@@ -261,12 +260,12 @@ def _edges_needed(nodes, slots, last, token):
     return edges
 
 
-@_njit
-def _has_room(slots, size, edges):
+@compiled
+def has_room(slots, size, edges):
     return 4 * (size[1] + edges) <= 3 * slots.shape[0]
 
 
-@_njit
+@compiled
 def build(tokens, starts):
     """The frozen automaton of the sequences tokens[starts[i] : starts[i + 1]], int32; returns (nodes, slots)."""
     total = tokens.shape[0]
@@ -282,15 +281,15 @@ def build(tokens, starts):
                 larger = np.empty((nodes.shape[0] + nodes.shape[0] // 2, LIVE_WIDTH), np.int32)
                 larger[: size[0]] = nodes[: size[0]]
                 nodes = larger
-            while not _has_room(slots, size, _edges_needed(nodes, slots, last, tokens[at])):
+            while not has_room(slots, size, edges_needed(nodes, slots, last, tokens[at])):
                 slots = rehash(nodes, slots, size[0], 2 * slots.shape[0])
             nodes[last, CONT] += 1
-            last = _extend(nodes, slots, size, last, tokens[at], False)
+            last = extend(nodes, slots, size, last, tokens[at], False)
             nodes[last, COUNT] += 1
     return _freeze(nodes, slots, size[0], size[1])
 
 
-@_njit
+@compiled
 def _better(nodes, a, b):
     """Whether `a` is the better child: more frequent, or as frequent with the smaller token."""
     if nodes[a, COUNT] != nodes[b, COUNT]:
@@ -298,7 +297,7 @@ def _better(nodes, a, b):
     return nodes[a, TOKEN] < nodes[b, TOKEN]
 
 
-@_njit
+@compiled
 def _add_up_counts(nodes, states):
     """Add each state's counts to its link's, longer states first. BEST counts who still has to report."""
     for s in range(states):
@@ -316,7 +315,7 @@ def _add_up_counts(nodes, states):
             t = link
 
 
-@_njit
+@compiled
 def _freeze(nodes, slots, states, edges):
     """Exact counts, best children, and arrays without slack."""
     _add_up_counts(nodes, states)
@@ -344,8 +343,8 @@ def _freeze(nodes, slots, states, edges):
     return frozen_nodes, frozen_slots
 
 
-@_njit
-def _count(nodes, old, new):
+@compiled
+def count_token(nodes, old, new):
     """Count the token that took a live sequence from `old` to `new` for their longest suffixes."""
     v = new
     for _ in range(COUNTED_SUFFIXES):
@@ -365,210 +364,9 @@ def _count(nodes, old, new):
         u = nodes[u, LINK]
 
 
-@_njit
+@compiled
 def new_live(nodes):
     """Make row 0 the root."""
     size = np.zeros(2, np.int64)
     _new_state(nodes, size, 0, -1)
     nodes[0, LINK] = -1
-
-
-@_njit
-def append(table, automata, states, rows, scope, tokens, starts, done):
-    """Append each request's new tokens to its live automaton of one scope.
-
-    `done[i]` counts the tokens of request i that are in. Returns -1 when all are, or the automaton that
-    needs more room; give it more and call again.
-    """
-    for i in range(rows.shape[0]):
-        r = rows[i]
-        a = automata[r, scope]
-        if a < 0:
-            continue
-        nodes, slots = _nodes(table, a), _slots(table, a)
-        size = table[a, T_STATES : T_EDGES + 1]
-        while done[i] < starts[i + 1] - starts[i]:
-            token = tokens[starts[i] + done[i]]
-            last = states[r, scope]
-            edges = _edges_needed(nodes, slots, last, token)
-            if size[0] + 2 > nodes.shape[0] or not _has_room(slots, size, edges):
-                return a
-            new = _extend(nodes, slots, size, last, token, True)
-            _count(nodes, last, new)
-            states[r, scope] = new
-            done[i] += 1
-    return -1
-
-
-@_njit
-def follow(table, automata, states, matches, r, tokens):
-    """Move request r's cursors in its frozen automata over `tokens`, newest generation first."""
-    for scope in range(PROBLEM, automata.shape[1]):
-        a = automata[r, scope]
-        if a < 0:
-            break
-        nodes, slots = _nodes(table, a), _slots(table, a)
-        s, m = states[r, scope], matches[r, scope]
-        for token in tokens:
-            d = child(nodes, slots, s, token)
-            while d < 0 and s > 0:
-                s = nodes[s, LINK]
-                m = nodes[s, LEN]
-                d = child(nodes, slots, s, token)
-            if d >= 0:
-                s = d
-                m += 1
-        states[r, scope] = s
-        matches[r, scope] = m
-
-
-@_njit
-def follow_all(table, automata, states, matches, rows, tokens, starts, recent):
-    """`follow` for a batch; `recent` [rows, n] keeps each request's last n tokens, newest last."""
-    width = recent.shape[1]
-    for i in range(rows.shape[0]):
-        r = rows[i]
-        new = tokens[starts[i] : starts[i + 1]]
-        follow(table, automata, states, matches, r, new)
-        n = min(new.shape[0], width)
-        recent[r, : width - n] = recent[r, n:].copy()
-        recent[r, width - n :] = new[new.shape[0] - n :]
-
-
-@_njit
-def _log2_bucket(n, buckets):
-    bucket = 0
-    while n > 0 and bucket < buckets - 1:
-        n >>= 1
-        bucket += 1
-    return bucket
-
-
-@_njit
-def _walk(nodes, s, m, kind, weight, limit, floor, factors, tokens, probs, plain, cells):
-    """Follow the most frequent continuation; returns the tokens' number and expected acceptances."""
-    path, expected, j = weight, 0.0, 0
-    while j < limit:
-        d = nodes[s, BEST]
-        while d < 0 and s > 0:  # a sequence ends here: go on with a shorter context
-            s = nodes[s, LINK]
-            m = nodes[s, LEN]
-            d = nodes[s, BEST]
-        if s <= 0:
-            break
-        support = max(nodes[s, CONT], 1)
-        p = (min(nodes[d, COUNT], support) + PRIOR_WEIGHT * PRIOR) / (support + PRIOR_WEIGHT)
-        cell = (kind * CELLS[1] + _log2_bucket(m, CELLS[1])) * CELLS[2] + _log2_bucket(support, CELLS[2])
-        cell = cell * CELLS[3] + _log2_bucket(j, CELLS[3])
-        path *= min(p * factors[cell], LARGEST_PROBABILITY)
-        if path < floor:
-            break
-        tokens[j] = nodes[d, TOKEN]
-        probs[j] = path
-        plain[j] = p
-        cells[j] = cell
-        expected += path
-        s = d
-        m += 1
-        j += 1
-    return j, expected
-
-
-@_njit
-def propose(
-    table,
-    automata,
-    states,
-    matches,
-    weights,
-    factors,
-    rows,
-    limits,
-    floors,
-    drafts,
-    probs,
-    plain,
-    cells,
-    lengths,
-):
-    """Each request's draft: of its scopes with the longest matches, the one with most expected acceptances.
-
-    A token is proposed while there are less than limits[i] and its path probability is at least floors[i].
-    Writes rows of drafts, probs (path probabilities), plain (uncalibrated conditional ones), cells and lengths.
-    """
-    width = drafts.shape[1]
-    walked = np.empty(automata.shape[1], np.bool_)
-    new_tokens, new_cells = np.empty(width, np.int32), np.empty(width, np.int32)
-    new_probs, new_plain = np.empty(width, np.float32), np.empty(width, np.float32)
-    for i in range(rows.shape[0]):
-        r = rows[i]
-        lengths[r] = 0
-        limit = min(limits[i], width)
-        if limit <= 0:
-            continue
-        scopes = PROBLEM
-        while scopes < automata.shape[1] and automata[r, scopes] >= 0:
-            scopes += 1
-        for scope in range(PROBLEM):  # the longest suffix of a live sequence that was seen before
-            matches[r, scope] = 0
-            if automata[r, scope] >= 0:
-                nodes = _nodes(table, automata[r, scope])
-                s = states[r, scope]
-                while s > 0 and nodes[s, CONT] == 0:
-                    s = nodes[s, LINK]
-                matches[r, scope] = nodes[s, LEN]
-        walked[:scopes] = False
-        best = 0.0
-        for _ in range(MAX_WALKS):
-            chosen, longest = -1, 0
-            for scope in range(scopes):
-                if not walked[scope] and matches[r, scope] > longest:
-                    chosen, longest = scope, matches[r, scope]
-            if chosen < 0:
-                break
-            walked[chosen] = True
-            nodes = _nodes(table, automata[r, chosen])
-            n, expected = _walk(
-                nodes, states[r, chosen], longest, min(chosen, PROBLEM), weights[chosen], limit, floors[i],
-                factors, new_tokens, new_probs, new_plain, new_cells,
-            )  # fmt: skip
-            if expected > best:
-                best = expected
-                lengths[r] = n
-                drafts[r, :n] = new_tokens[:n]
-                probs[r, :n] = new_probs[:n]
-                plain[r, :n] = new_plain[:n]
-                cells[r, :n] = new_cells[:n]
-
-
-@_njit
-def pack(rows, drafts, probs, lengths, starts, out_tokens, out_probs):
-    """The drafts of `rows` as one flat array; fills starts [rows + 1]."""
-    starts[0] = 0
-    for i in range(rows.shape[0]):
-        r, at = rows[i], starts[i]
-        n = lengths[r]
-        out_tokens[at : at + n] = drafts[r, :n]
-        out_probs[at : at + n] = probs[r, :n]
-        starts[i + 1] = at + n
-
-
-@_njit
-def calibrate(rows, tokens, starts, drafts, plain, cells, lengths, predicted, accepted, factors):
-    """Compare the last drafts with the tokens that came: what was predicted, what would have been accepted.
-
-    A token after the first mismatch was not tried. Tokens that the budget cut off count as far as they can be
-    compared, so a drafter that is switched off goes on learning.
-    """
-    for i in range(rows.shape[0]):
-        r = rows[i]
-        for j in range(min(lengths[r], starts[i + 1] - starts[i])):
-            cell = cells[r, j]
-            predicted[cell] += plain[r, j]
-            hit = drafts[r, j] == tokens[starts[i] + j]
-            if hit:
-                accepted[cell] += 1.0
-            factors[cell] = (accepted[cell] + TRUST) / (predicted[cell] + TRUST)
-            if not hit:
-                break
-        lengths[r] = 0
