@@ -1,6 +1,8 @@
 """Replaying recorded rollouts: every token is accounted for, acceptance has the verifier's law, bad input is told."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from torchspec.rollout.files import read_rollouts, write_rollouts
 from torchspec.rollout.replay import replay, replay_command
 from torchspec.rollout.suffix import Drafts, SuffixDrafter
 
+ROOT = Path(__file__).parents[2]
 COST = CostTable.linear(0.008, 0.0246e-3)
 
 
@@ -186,6 +189,12 @@ def test_the_command_prints_a_table_and_counts_bad_lines(tmp_path: Path, capsys)
     for number, message in enumerate(BAD.values(), 7):
         assert f"skipped {path}:{number}: {message}" in printed.err
     assert "skipped 4 bad lines of 10" in printed.err
+
+
+def test_numba_is_imported_only_where_a_suffix_drafter_is_made():
+    code = "import sys, torchspec.rollout.replay, torchspec.rollout.balance; print('numba' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["False"]
 
 
 def test_what_cannot_be_used_is_refused(tmp_path: Path):

@@ -224,7 +224,6 @@ def test_calibration_learns_what_is_accepted_even_while_nothing_is_verified():
         drafter.advance([f"r{i}"], [[3 if rng.random() < 0.2 else 9]])
         drafter.stop(f"r{i}")
     assert last[0] == pytest.approx(0.2, abs=0.06)
-    assert drafter._factors.max() <= 1.5
 
 
 def test_limits_and_floors_cut_drafts():
