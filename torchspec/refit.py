@@ -1,0 +1,43 @@
+"""Refit: push the trainer's weights into the rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchspec.rollout.engine import Engine, NamedWeights
+
+
+class HasWeights(Protocol):
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pairs (Hugging Face name, full tensor), layer by layer; a collective under FSDP."""
+        ...
+
+
+def refit(
+    engine: Engine,
+    policy: HasWeights | None,
+    draft: HasWeights | None,
+    *,
+    policy_version: int,
+    draft_version: int,
+) -> None:
+    """Stream the policy's, then the draft's weights into this rank's engine, and stamp the versions.
+
+    Collective: every rank calls it with the same models, so that each one's `hf_weights` gathers as often
+    everywhere. One layer's full tensors exist at a time. None leaves that model as it is.
+    """
+    engine.update(
+        policy.hf_weights() if policy is not None else None,
+        _without(draft.hf_weights(), engine.shared_names()) if draft is not None else None,
+        policy_version=policy_version,
+        draft_version=draft_version,
+    )
+
+
+def _without(weights: NamedWeights, names: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All but `names`: those modules are the policy's in this engine, and follow it by themselves."""
+    return ((name, tensor) for name, tensor in weights if name not in names)
