@@ -25,6 +25,8 @@ ADVERSARIAL = [
     [0] * 20,
     [0, 1, 0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 1],
 ]
+NESTED = [[*range(k, 0, -1)] for k in range(1, 20)] + [[x, *range(20, 0, -1), 99] for x in (97, 98)]
+"""The last token splits a state that more suffixes lead to than a live automaton counts."""
 
 
 def rollout(
@@ -116,6 +118,7 @@ def live(sequences: list[list[int]]) -> tuple[SuffixDrafter, int, np.ndarray, np
 @settings(max_examples=100, deadline=None)
 @given(sequences=texts)
 @example(sequences=ADVERSARIAL)
+@example(sequences=NESTED)
 def test_live_automaton_is_the_frozen_one_before_it_is_frozen(sequences):
     if not any(sequences):
         return
@@ -125,6 +128,8 @@ def test_live_automaton_is_the_frozen_one_before_it_is_frozen(sequences):
         state = walk(nodes, slots, pattern)
         count, after = continuations(sequences, list(pattern))
         assert state > 0
+        best = nodes[state, BEST]
+        assert best < 0 or best == automata.child(nodes, slots, state, nodes[best, TOKEN])
         assert nodes[state, COUNT] <= count
         assert nodes[state, CONT] <= after.total()
         if max(map(len, sequences)) <= automata.COUNTED_SUFFIXES:  # no suffix chain is cut
@@ -224,6 +229,19 @@ def test_calibration_learns_what_is_accepted_even_while_nothing_is_verified():
         drafter.advance([f"r{i}"], [[3 if rng.random() < 0.2 else 9]])
         drafter.stop(f"r{i}")
     assert last[0] == pytest.approx(0.2, abs=0.06)
+
+
+def test_only_what_was_tried_is_calibrated():
+    drafter = SuffixDrafter()
+    drafter.add_rollouts(0, [rollout([1, 2, 3, 4, 5, 6])])
+    drafter.start("r", "p", [])
+    drafter.advance(["r"], [[1, 2]])
+    assert drafter.propose(["r"], [4]).lists() == [[3, 4, 5, 6]]
+    drafter.advance(["r"], [[3, 9, 5]])  # 3 is accepted, 4 is not, 5 and 6 were never tried
+    assert drafter._accepted.sum() == 1
+    assert drafter._predicted.sum() == pytest.approx(2 * 0.75)
+    drafter.advance(["r"], [[3]])  # there is no new draft to compare with
+    assert drafter._accepted.sum() == 1
 
 
 def test_limits_and_floors_cut_drafts():

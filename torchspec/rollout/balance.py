@@ -88,7 +88,8 @@ class LengthStats:
         The mean over the problem's responses that were longer; if there is none, over all problems'; a
         response longer than any known one is taken to go on for OVERTIME of its length.
         """
-        return np.array([self._remaining(p, int(n)) for p, n in zip(problem_ids, generated)], np.float64)
+        lengths = np.asarray(generated).tolist()
+        return np.array([self._remaining(p, n) for p, n in zip(problem_ids, lengths)], np.float64)
 
     def _remaining(self, problem_id: str, generated: int) -> float:
         for known in (self._known(problem_id), self._known(None)):
