@@ -25,8 +25,8 @@ ADVERSARIAL = [
     [0] * 20,
     [0, 1, 0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 1],
 ]
-NESTED = [[*range(k, 0, -1)] for k in range(1, 20)] + [[x, *range(20, 0, -1), 99] for x in (97, 98)]
-"""The last token splits a state that more suffixes lead to than a live automaton counts."""
+NESTED = [[50, 3, 2, 1, 99], [97, *range(20, 0, -1), 99], *([*range(k, 0, -1)] for k in range(1, 20))]
+"""The second 99 splits a state that suffixes lead to which are too short for a live automaton to count."""
 
 
 def rollout(
@@ -339,7 +339,7 @@ def test_ranks_agree_whatever_the_order_of_a_batch():
     rng = np.random.default_rng(1)
     outputs = {f"r{i}": rng.integers(0, 3, 40).tolist() for i in range(70)}
     history = [rollout(rng.integers(0, 3, 50).tolist(), f"p{i % 3}", i) for i in range(9)]
-    proposals = []
+    proposals, groups = [], []
     for order in (sorted(outputs), sorted(outputs, reverse=True)):
         drafter = SuffixDrafter()
         drafter.add_rollouts(0, history if order[0] == "r0" else history[::-1])
@@ -351,7 +351,10 @@ def test_ranks_agree_whatever_the_order_of_a_batch():
             drafts = drafter.propose(order, [6] * 70, [0.05] * 70)
             steps.append(dict(zip(order, drafts.lists())))
         proposals.append(steps)
+        group = drafter._groups["p0"]
+        groups.append(drafter._arrays[group][0][: drafter._table[group, automata.T_STATES]].tolist())
     assert proposals[0] == proposals[1]
+    assert groups[0] == groups[1]
     assert any(proposals[0][-1].values())
 
 
