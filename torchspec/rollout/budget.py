@@ -1,0 +1,320 @@
+"""How many draft tokens a request may propose this step.
+
+A verify step costs t(tokens, batch) seconds, measured. A step's last token of each request is processed anyway,
+so an accepted draft token is free and a rejected one is not. The policies and their formulas: docs/speculation.md.
+Lengths are in tokens, times in seconds; B requests are running.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from torchspec.config import ConfigError
+
+POLICIES = ("off", "fixed", "unlimited", "das", "das_closed", "price")
+SHORT, MEDIUM, LONG = range(3)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostTable:
+    """Measured time of a forward pass over `tokens` tokens of `batch` requests.
+
+    Linear between the points and beyond the largest token count; a batch outside the grid takes its edge.
+
+    Example: 8 ms and 25 us a token at any batch size:
+        CostTable(tokens=[0, 4096], batches=[1], seconds=[[0.008, 0.1104]])     # seconds[batch][tokens]
+    """
+
+    tokens: list[int]
+    batches: list[int]
+    seconds: list[list[float]]
+
+    @classmethod
+    def linear(cls, base: float, per_token: float) -> CostTable:
+        return cls(tokens=[0, 4096], batches=[1], seconds=[[base, base + 4096 * per_token]])
+
+    @classmethod
+    def measure(
+        cls, run: Callable[[int, int], float], tokens: list[int], batches: list[int], repeats: int = 5
+    ) -> CostTable:
+        """Fill the table with medians of `run(tokens, batch)`, which does one forward and returns its seconds.
+
+        A batch with fewer tokens than requests cannot run: it takes the time of one token a request.
+        """
+        seconds = [
+            [statistics.median(run(max(t, batch), batch) for _ in range(repeats)) for t in tokens]
+            for batch in batches
+        ]
+        return cls(tokens=tokens, batches=batches, seconds=seconds)
+
+    def __post_init__(self) -> None:
+        increasing = all(
+            len(axis) > 0 and all(a < b for a, b in pairwise(axis)) for axis in (self.tokens, self.batches)
+        )
+        rectangular = [len(row) for row in self.seconds] == [len(self.tokens)] * len(self.batches)
+        if not increasing or not rectangular or len(self.tokens) < 2:
+            raise ValueError(
+                "a cost table has increasing tokens (2 or more) and batches, and a time for each"
+            )
+
+    def __call__(self, tokens: float, batch: float) -> float:
+        return self._interpolate(tokens, batch)[0]
+
+    def marginal(self, tokens: float, batch: float) -> float:
+        """Seconds that the next token adds; never negative, however noisy the measurement."""
+        return max(self._interpolate(tokens, batch)[1], 0.0)
+
+    def _interpolate(self, tokens: float, batch: float) -> tuple[float, float]:
+        grid = np.asarray(self.seconds)
+        row = np.array([np.interp(batch, self.batches, column) for column in grid.T])
+        i = int(np.clip(np.searchsorted(self.tokens, tokens, side="right") - 1, 0, len(self.tokens) - 2))
+        slope = float((row[i + 1] - row[i]) / (self.tokens[i + 1] - self.tokens[i]))
+        return float(row[i]) + slope * (tokens - self.tokens[i]), slope
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> CostTable:
+        """Raises ConfigError if the file is not a cost table."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:  # a file of the user's
+            raise ConfigError(f"{path}: not a cost table ({error})") from error
+
+
+@dataclass(kw_only=True, slots=True)
+class Step:
+    """The running requests before a verify step."""
+
+    generated: np.ndarray
+    """int [B]: tokens so far."""
+    room: np.ndarray
+    """int [B]: tokens that may still come, by max_new_tokens and by the model's length."""
+    remaining: np.ndarray
+    """float [B]: tokens predicted to come (balance.LengthStats.remaining)."""
+    expected: np.ndarray
+    """float [B]: the problem's median length when the request began; nan: its problem is unknown."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Allowance:
+    """What requests may propose: tokens up to limits[i] whose path probability is at least floors[i].
+
+    `weights` sum to 1: how much of a step's time one token of the request is worth.
+    """
+
+    limits: np.ndarray
+    floors: np.ndarray
+    weights: np.ndarray
+
+
+class Budget:
+    """A policy; `allow` gives each step's allowance.
+
+    Args:
+        policy: one of POLICIES.
+        cost: the engine's measured times.
+        max_draft: what the engine verifies at most for one request.
+        fixed_tokens: of "fixed".
+        class_tokens: draft tokens of short, medium and long requests, of "das".
+        short_below, long_from: lengths that bound the classes, of "das".
+        capacity: k of "das_closed", the share of a response that drafts can ever cover.
+        focus: of "price": 0 prices all requests alike (throughput), 1 only by who ends last (makespan).
+
+    Raises:
+        ConfigError: unknown policy.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        cost: CostTable,
+        *,
+        max_draft: int = 32,
+        fixed_tokens: int = 4,
+        class_tokens: tuple[int, int, int] = (0, 8, 24),
+        short_below: int = 256,
+        long_from: int = 1024,
+        capacity: float = 0.8,
+        focus: float = 0.75,
+    ) -> None:
+        if policy not in POLICIES:
+            near = difflib.get_close_matches(policy, POLICIES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"budget policy {policy!r} is unknown{hint} (one of: {', '.join(POLICIES)})")
+        self.policy, self.cost, self.max_draft, self.focus = policy, cost, max_draft, focus
+        self.fixed_tokens, self.class_tokens = fixed_tokens, np.array(class_tokens)
+        self.survival = Survival(short_below, long_from)
+        self.capacity = capacity
+        self._drafted = 0
+        """Of the last step."""
+        self._totals = np.array([1.0, 0.5])
+        """Drafted and accepted tokens, decayed; begins with one token at 1/2."""
+
+    def allow(self, step: Step) -> Allowance:
+        batch = len(step.generated)
+        even = np.full(batch, 1.0 / max(batch, 1))
+        limits, floors, weights = np.full(batch, self.max_draft), np.zeros(batch), even
+        if self.policy == "off":
+            limits = np.zeros(batch, int)
+        elif self.policy == "fixed":
+            limits = np.full(batch, self.fixed_tokens)
+        elif self.policy == "das":
+            limits = self.class_tokens[self.survival.classes(step.expected, step.generated)]
+        elif self.policy == "das_closed":
+            limits = self._closed_limits(step.remaining)
+        elif self.policy == "price":
+            weights = (1 - self.focus) * even + self.focus * criticality(step.remaining)
+            floors = price_floors(
+                self.cost(batch, batch) * weights, self.cost.marginal(batch + self._drafted, batch)
+            )
+        limits = np.clip(np.minimum(limits, step.room - 1), 0, self.max_draft)
+        return Allowance(limits=limits, floors=floors, weights=weights)
+
+    def gain(
+        self, allowance: Allowance, expected: np.ndarray, drafted: int, draft_seconds: float = 0.0
+    ) -> float:
+        """Estimated speed-up of a step with drafts over one without; below 1, verify none of them.
+
+        Args:
+            expected: float [B], expected acceptances of each request's draft: the sum of its path probabilities.
+            drafted: draft tokens of the step.
+            draft_seconds: what proposing took where the engine had to wait for it.
+        """
+        batch = len(expected)
+        without = self.cost(batch, batch)
+        saved = 1.0 + float(allowance.weights @ expected)
+        return saved * without / (self.cost(batch + drafted, batch) + draft_seconds)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Count a verify step's draft tokens; "das_closed" derives its efficiency from them.
+
+        The next step's price of a token is taken where this step ended on the cost table.
+        """
+        self._drafted = drafted
+        self._totals = 0.999 * self._totals + (drafted, accepted)
+
+    def finished(self, expected: float, length: int) -> None:
+        """A request ended with `length` tokens; "das" learns from it."""
+        self.survival.observe(expected, length)
+
+    def _closed_limits(self, remaining: np.ndarray) -> np.ndarray:
+        batch = len(remaining)
+        if not batch:
+            return np.zeros(0, int)
+        rate = float(self._totals[1] / self._totals[0])
+        efficiency = np.full(batch, max(rate, 0.01) / self.capacity)
+        per_token = self.cost.marginal(batch + self._drafted, batch)
+        base = self.cost(batch, batch) - per_token * batch
+        proposed, rounds = closed_form(
+            np.maximum(remaining, 1.0), efficiency, np.full(batch, self.capacity), base, per_token
+        )
+        return np.rint(proposed / rounds).astype(int)
+
+
+class Survival:
+    """P(class | length so far, class at the start), counted over finished requests (DAS, section 4.2.3).
+
+    Only requests that got as far are counted, so a request is upgraded as it outlives the shorter ones.
+    """
+
+    BUCKET = 128
+    DECAY = 0.999
+
+    def __init__(self, short_below: int, long_from: int) -> None:
+        self.bounds = np.array([short_below, long_from])
+        self._counts = np.zeros((3, 1, 3))
+        """By class at the start, bucket of the length so far, final class."""
+
+    def class_of(self, length: np.ndarray | float) -> np.ndarray:
+        """SHORT, MEDIUM or LONG; MEDIUM where the length is nan."""
+        length = np.asarray(length, np.float64)
+        return np.where(np.isnan(length), MEDIUM, np.searchsorted(self.bounds, length, side="right"))
+
+    def observe(self, expected: float, length: int) -> None:
+        buckets = length // self.BUCKET + 1
+        missing = buckets - self._counts.shape[1]
+        if missing > 0:
+            self._counts = np.pad(self._counts, ((0, 0), (0, missing), (0, 0)))
+        start = int(self.class_of(expected))
+        self._counts[start] *= self.DECAY
+        self._counts[start, :buckets, int(self.class_of(length))] += 1.0
+
+    def classes(self, expected: np.ndarray, generated: np.ndarray) -> np.ndarray:
+        """The likeliest class of each request, the longer on a tie; never below what its length proves."""
+        start = self.class_of(expected)
+        bucket = np.minimum(generated // self.BUCKET, self._counts.shape[1] - 1)
+        counts = np.where(
+            (generated // self.BUCKET < self._counts.shape[1])[:, None], self._counts[start, bucket], 0.0
+        )
+        likely = LONG - np.argmax(counts[:, ::-1], axis=1)
+        likely = np.where(counts.sum(axis=1) > 0, likely, start)
+        return np.maximum(likely, self.class_of(generated))
+
+
+def criticality(remaining: np.ndarray) -> np.ndarray:
+    """Each request's chance to end last, as a soft maximum of the tokens left; sums to 1."""
+    if not len(remaining):
+        return np.zeros(0)
+    longest = float(remaining.max())
+    weights = np.exp((remaining - longest) / (0.3 * max(longest, 1.0)))
+    return weights / weights.sum()
+
+
+def price_floors(prices: np.ndarray, per_token: float) -> np.ndarray:
+    """Least path probability worth verifying: price * p >= per_token * (1 - p).
+
+    `prices` [B] are the seconds that one accepted token of the request saves, `per_token` those that a
+    verified token costs.
+    """
+    return per_token / np.maximum(prices + per_token, 1e-300) if per_token > 0 else np.zeros(len(prices))
+
+
+def closed_form(
+    lengths: np.ndarray, efficiency: np.ndarray, capacity: np.ndarray, base: float, per_token: float
+) -> tuple[np.ndarray, float]:
+    """Draft tokens of each request, and forward passes, that make the makespan shortest (DAS, section 4.2.2).
+
+    With l tokens to come, efficiency a and capacity k, proposing p tokens saves k l (1 - exp(-a p / l)) passes.
+    Solving l (1 - k + k exp(-a p / l)) = N gives p = -(l / a) ln(1 - (1 - N / l) / k): the paper's equation 7
+    has k (1 - N / l) there, which misses the constraint unless k = 1. N balances base against the tokens'
+    cost, net of those that would have been processed anyway; found by bisection above max l (1 - k).
+
+    Returns:
+        p, float [B], and N.
+    """
+    longest = float(lengths.max())
+    lowest = float((lengths * (1 - capacity)).max())
+
+    def excess(rounds: float) -> float:
+        active = lengths > rounds
+        slope = efficiency[active] * (capacity[active] - 1 + rounds / lengths[active])
+        return per_token * float((1 / slope - 1).sum()) - base
+
+    low, high = lowest, longest
+    if excess(np.nextafter(longest, 0)) >= 0:  # not even the longest request is worth one draft token
+        return np.zeros(len(lengths)), longest
+    for _ in range(100):
+        middle = 0.5 * (low + high)
+        if not low < middle < high:
+            break
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return closed_budgets(lengths, efficiency, capacity, high), high
+
+
+def closed_budgets(
+    lengths: np.ndarray, efficiency: np.ndarray, capacity: np.ndarray, rounds: float
+) -> np.ndarray:
+    """Draft tokens [B] with which every request needs `rounds` passes; 0 for those that need no more anyway."""
+    left = 1 - (1 - np.minimum(rounds / lengths, 1.0)) / capacity
+    return np.where(lengths > rounds, -(lengths / efficiency) * np.log(np.maximum(left, 1e-300)), 0.0)
