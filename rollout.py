@@ -6,6 +6,9 @@ Write scored rollouts of any checkpoint as JSONL:
 The TOML gives problems, rewards and sampling; --policy defaults to its model.source, and without --draft there
 is no speculation. --split train|eval (default eval) and --limit N choose the problems. Every other option is a
 config override, --section.key value.
+
+Ask what a suffix drafter and a budget would have made of recorded rollouts (docs/speculation.md):
+    python rollout.py replay r.jsonl --budget off,fixed,price --batch 1,8,32
 """
 
 from __future__ import annotations
@@ -20,8 +23,17 @@ from torchspec.config import ConfigError
 
 def rollout(argv: list[str]) -> None:
     command, *rest = argv
-    if command != "generate":
-        raise ConfigError(f"rollout.py: unknown command {command!r}; the commands are: generate")
+    if command == "generate":
+        generate(rest)
+    elif command == "replay":
+        from torchspec.rollout.replay import replay_command
+
+        replay_command(rest)
+    else:
+        raise ConfigError(f"rollout.py: unknown command {command!r}; the commands are: generate, replay")
+
+
+def generate(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="rollout.py generate", allow_abbrev=False)
     parser.add_argument("config")
     parser.add_argument("--out", type=Path, required=True)
@@ -29,16 +41,16 @@ def rollout(argv: list[str]) -> None:
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--split", choices=("train", "eval"), default="eval")
     parser.add_argument("--limit", type=int, default=0)
-    options, overrides = parser.parse_known_args(rest)
+    options, overrides = parser.parse_known_args(argv)
     if options.policy:
         overrides += ["--model.source", options.policy]
 
     from torchspec.config_load import load
 
     config = load(options.config, overrides)
-    from torchspec.generate import generate  # after the config is known to be good: this imports torch
+    from torchspec.generate import generate_file  # after the config is known to be good: this imports torch
 
-    print(generate(config, options.draft, options.split, options.limit, options.out))
+    print(generate_file(config, options.draft, options.split, options.limit, options.out))
 
 
 if __name__ == "__main__":

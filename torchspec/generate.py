@@ -16,7 +16,7 @@ from torchspec.rollout.files import write_rollouts
 from torchspec.rollout.vllm import VllmEngine
 
 
-def generate(config: Config, draft: Path | None, split: str, limit: int, out: Path) -> str:
+def generate_file(config: Config, draft: Path | None, split: str, limit: int, out: Path) -> str:
     """Answer the problems of a split with one engine; returns one line that sums it up.
 
     Args:

@@ -132,11 +132,7 @@ BAD_COMMANDS: list[tuple[list[str], str]] = [
     (["train.py", str(DEMO), "--data.task", "spel_backward"], "spell_backward"),
     (["train.py", str(DEMO), "--parallel.dp_shard", "2"], "needs 2 ranks, but there are 1"),
     (["train.py", str(DEMO), "--draft.aux_layers", "[1, 2, 9]"], "three ascending ids from 0 to 4"),
-    (["train.py", str(DEMO), "--draft.vocab_size", "9999"], "exceeds the policy's vocabulary of 104"),
-    (["train.py", str(DEMO), "--draft.init", "nowhere"], "nowhere/config.json is missing"),
     (["train.py", str(DEMO), "--rollout.max_new_tokens", "120"], "at most 8 fit; raise model.max_len"),
-    (["train.py", str(DEMO), "--data.source", "jsonl", "--data.path", "nowhere.jsonl"], "nowhere.jsonl"),
-    (["train.py", str(DEMO), "--reward.functions", '["no.such:fn"]'], "no.such"),
     (["rollout.py", "generate", str(DEMO), "--out", "no/where/x.jsonl"], "its folder does not exist"),
     (["rollout.py", "generat", str(DEMO)], "unknown command 'generat'"),
 ]
@@ -147,7 +143,8 @@ def test_user_errors_are_one_line_and_status_2(tmp_path, command, message) -> No
     done = run(sys.executable, *command, "--run.dir", str(tmp_path / "runs"))
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 2, done.stderr[-2000:]
-    assert len(lines) == 1 and message in lines[0], done.stderr[-2000:]
+    assert len(lines) == 1, done.stderr[-2000:]
+    assert message in lines[0]
     assert "Traceback" not in done.stderr
     # At most the tiny base model is made, in the cache; never a run folder.
     assert not (tmp_path / "runs" / "demo").exists()
