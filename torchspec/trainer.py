@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import time
@@ -235,7 +236,8 @@ class Trainer:
             if self.draft:
                 export_draft(self.draft, start, self.mesh)
             return self.base, start if self.draft else None
-        key = fingerprint(config.model, config.draft, config.data, config.warmup, config.run.seed)
+        draft_options = dataclasses.replace(config.draft, train_every=1)  # which the warm-up does not look at
+        key = fingerprint(config.model, draft_options, config.data, config.warmup, config.run.seed)
         cached = cache_folder(config) / f"warmup-{key}"
         policy, draft = cached / "policy", cached / "draft"
         if policy.exists():
