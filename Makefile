@@ -5,12 +5,14 @@ PIP_ARGS ?=
 BIN := .venv/bin
 # The GPU build where a GPU answers, else the CPU build. Override with `make DEVICE=cpu ...`.
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+DEMO_cpu := --nproc_per_node=2 train.py configs/demo_cpu.toml
+DEMO_cuda := --nproc_per_node=1 train.py configs/demo_cpu.toml --model.dtype bfloat16
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test test-slow check format clean
 
 demo: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 train.py configs/demo_cpu.toml
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone $(DEMO_$(DEVICE))
 
 test: check
 	$(PYTEST) -m "not slow and not gpu"

@@ -19,7 +19,7 @@ from torchspec.export import load_draft
 from torchspec.mesh import Mesh
 from torchspec.models.hf import load_policy, resolve_source
 from torchspec.models.policy import Policy
-from torchspec.models.spec import PolicySpec
+from torchspec.models.spec import PolicySpec, read_json
 from torchspec.models.tiny import make_tiny
 from torchspec.parallel.fsdp import shard
 from torchspec.rollout.engine import Sampling
@@ -32,6 +32,22 @@ def fingerprint(*parts: Any) -> str:
     """Twelve hex digits that change whenever a part (plain values or config sections) does."""
     plain = [dataclasses.asdict(p) if dataclasses.is_dataclass(p) else p for p in parts]
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def contents(*paths: str | Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of the files a run starts from: what a cache of its results must depend on."""
+    files = [
+        f
+        for p in map(Path, filter(str, paths))
+        for f in (sorted(p.iterdir()) if p.is_dir() else [p])
+        if f.is_file()
+    ]
+    return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that a reduced draft vocabulary must have: end tokens, and whatever was added, such as </think>."""
+    return sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
 
 
 def cache_folder(config: Config) -> Path:
@@ -127,20 +143,18 @@ def draft_spec(config: Config, policy: PolicySpec) -> DraftSpec:
 
 
 def _aux_layers(ids: list[int], layers: int) -> tuple[int, int, int]:
-    low, middle, high = ids or (2, layers // 2, layers - 3)  # the default of vLLM and of EAGLE-3
-    if not 0 <= low < middle < high <= layers:
+    ids = ids or [2, layers // 2, layers - 3]  # the default of vLLM and of EAGLE-3
+    if len(ids) != 3 or not 0 <= ids[0] < ids[1] < ids[2] <= layers:
         raise ConfigError(
-            f"draft.aux_layers = {[low, middle, high]} must be three ascending ids from 0 to {layers}, the "
+            f"draft.aux_layers = {ids} must be three ascending ids from 0 to {layers}, the "
             f"number of layers; the default 2, L//2, L-3 needs a policy of at least 7"
         )
-    return low, middle, high
+    return ids[0], ids[1], ids[2]
 
 
 def _checkpoint_spec(folder: Path, policy: PolicySpec) -> DraftSpec:
     path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"draft.init: {path} is missing; give an EAGLE-3 checkpoint folder, or random")
-    spec = DraftSpec.from_hf_config(json.loads(path.read_text(encoding="utf-8")))
+    spec = DraftSpec.from_hf_config(read_json(path, "draft.init"))
     for name in ("vocab_size", "dim"):
         theirs, ours = getattr(spec, name), getattr(policy, name)
         if theirs != ours:
@@ -158,7 +172,7 @@ def build_draft(config: Config, mesh: Mesh, spec: DraftSpec, text: Counter[int],
 
     Args:
         text: how often each token occurs in the training text; decides a random draft's reduced vocabulary.
-        keep: tokens that a reduced vocabulary must have (end of response).
+        keep: tokens that a reduced vocabulary must have.
     """
     d2t = None
     if spec.draft_vocab_size < spec.vocab_size:

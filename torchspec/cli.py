@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 
 from torchspec.config import Config, ConfigError
@@ -23,8 +24,11 @@ def main(command: Callable[[list[str]], None], argv: list[str], usage: str) -> i
     try:
         command(argv)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":  # all ranks meet the same error; say it once
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":
+            # Nearly always rank 0 meets the same error, says it, and torchrun ends us while we wait.
+            time.sleep(10)
+        print(f"error: {error}" + (f" [rank {rank}]" if rank != "0" else ""), file=sys.stderr, flush=True)
         return 2
     return 0
 

@@ -36,11 +36,6 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     return config
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """The resolved config as nested plain values, ready for TOML."""
-    return dataclasses.asdict(config)
-
-
 def _read_toml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such config file (the shipped ones are in configs/)")
@@ -266,8 +261,8 @@ def _check_rollout(config: Config) -> None:
 def _check_sources(config: Config) -> None:
     data, reward, name = config.data, config.reward, config.run.name
     _require(
-        re.fullmatch(r"[\w.-]+", name) is not None and name not in (".", ".."),
-        f"run.name = {name!r} must be a plain folder name (letters, digits, - _ .)",
+        re.fullmatch(r"[\w.-]+", name) is not None and name not in (".", "..", "cache"),
+        f"run.name = {name!r} must be a plain folder name (letters, digits, - _ .), and not 'cache'",
     )
     _require(bool(config.model.source), 'model.source is empty; a folder, a hub id, or "tiny"')
     if data.source != "reasoning_gym":

@@ -161,7 +161,7 @@ def _parquet_rows(data: Data) -> Iterator[Row]:
     path = _existing_file(data)
     try:
         rows = parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:  # not Parquet, or damaged pages
         raise ConfigError(f"{path}: not a Parquet file: {_one_line(error)}") from None
     for number, row in enumerate(rows, start=1):
         yield number, f"{path}: row {number}", row
@@ -315,7 +315,16 @@ def encode_prompts(
     Raises:
         ConfigError: a prompt longer than `max_prompt`.
     """
-    prompts = [encode_prompt(tokenizer, problem.messages) for problem in problems]
+    prompts = []
+    for problem in problems:
+        try:
+            prompts.append(encode_prompt(tokenizer, problem.messages))
+        except ConfigError:
+            raise
+        except Exception as error:  # tokenizers raises bare Exception for text outside its vocabulary
+            raise ConfigError(
+                f"problem {problem.id}: the tokenizer refuses it: {_one_line(error)}"
+            ) from error
     for problem, prompt in zip(problems, prompts, strict=True):
         if len(prompt) > max_prompt:
             raise ConfigError(

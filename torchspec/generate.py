@@ -39,6 +39,8 @@ def generate_file(config: Config, draft: Path | None, split: str, limit: int, ou
     scorer = build_scorer(config.reward, config.data)
     scorer.check_answers(problems)
     mesh = Mesh(config.parallel)
+    if mesh.world_size > 1:
+        raise ConfigError("rollout.py generate runs as one process; start it without torchrun")
     folder = base_folder(config, mesh)
     tokenizer = load_tokenizer(folder, PolicySpec.from_hf(folder, config.model.max_len))
     settings = config.rollout
@@ -58,6 +60,7 @@ def generate_file(config: Config, draft: Path | None, split: str, limit: int, ou
     scorer.close()
     seconds, tokens = engine.counters.seconds, engine.counters.tokens
     engine.close()
+    mesh.close()
     reward = sum(r.reward or 0.0 for r in rollouts) / len(rollouts)
     tau = SpecStats.total((r.spec for r in rollouts if r.spec), settings.num_draft_tokens).tau
     return (

@@ -42,7 +42,12 @@ class Mesh:
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.device = torch.device(kind)
         if kind == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            if local >= gpus:
+                raise ConfigError(
+                    f"rank {self.rank} has no GPU: this machine has {gpus}; lower --nproc-per-node"
+                )
+            self.device = torch.device("cuda", local)
             torch.cuda.set_device(self.device)
         store = None if "RANK" in os.environ else dist.HashStore()
         dist.init_process_group(

@@ -59,16 +59,6 @@ def make_batch(rollouts: Sequence[Rollout]) -> Batch:
     )
 
 
-def sft_batch(examples: Sequence[tuple[list[int], list[int]]]) -> Batch:
-    """One pack of (prompt tokens, response tokens) to imitate: logprobs 0, advantages 1."""
-    return make_batch(
-        [
-            _document(prompt, response, sample=i, advantage=1.0)
-            for i, (prompt, response) in enumerate(examples)
-        ]
-    )
-
-
 def _document(prompt: list[int], response: list[int], sample: int, advantage: float) -> Rollout:
     return Rollout(
         problem_id="",

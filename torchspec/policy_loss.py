@@ -43,7 +43,8 @@ def policy_loss(
     (`old_logprobs`; `logprobs` itself where the step has a single update) and the engine that sampled
     (`batch.rollout_logprobs`). The ratio of the first two is clipped to [1 - clip_low, 1 + clip_high]
     (PPO; clip-higher of DAPO, arXiv 2503.14476); the ratio of the last two, which is 1 but for
-    numerics, corrects the sampling as a truncated importance weight min(old / engine, tis_cap).
+    numerics (and for what top-p or top-k cut off), corrects the sampling as a truncated importance weight
+    min(old / engine, tis_cap).
 
     Args:
         logprobs: [T] fp32 log-probabilities of `batch.targets` at the rollout temperature.

@@ -370,9 +370,10 @@ def group_advantages(rollouts: Sequence[Rollout], rl: RL) -> None:
         if r.finish == "length" and rl.overlong == "mask":
             r.train, r.advantage = False, 0.0
             continue
-        if r.finish == "length" and rl.overlong == "penalise":
-            r.reward -= rl.overlong_penalty
-            r.reward_parts["overlong"] = -rl.overlong_penalty
+        if rl.overlong == "penalise":
+            penalty = rl.overlong_penalty if r.finish == "length" else 0.0
+            r.reward -= penalty
+            r.reward_parts["overlong"] = 0.0 - penalty
         groups.setdefault(r.problem_id, []).append((r, r.reward))
     for group in groups.values():
         rewards = [reward for _, reward in group]

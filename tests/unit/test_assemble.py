@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from torchspec.assemble import build_draft, decode, draft_spec, fingerprint, load_tokenizer
+from torchspec.assemble import (
+    build_draft,
+    contents,
+    decode,
+    draft_spec,
+    fingerprint,
+    load_tokenizer,
+    special_ids,
+)
 from torchspec.config import Config, ConfigError, Parallel, TinyModel
 from torchspec.draft.vocab import target_ids
 from torchspec.export import export_draft
@@ -16,7 +24,8 @@ from torchspec.mesh import Mesh
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
 from torchspec.records import Problem
-from torchspec.warmup import example
+from torchspec.run_folder import create_run_folder, run_folder
+from torchspec.warmup import check, example
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +144,46 @@ def test_a_fingerprint_changes_with_every_part() -> None:
     other.draft.optim.lr = 2e-4
     assert one == fingerprint(Config().draft, 1)
     assert len({one, fingerprint(Config().draft, 2), fingerprint(other.draft, 1)}) == 3
+
+
+def test_a_cache_depends_on_what_the_files_hold(tmp_path) -> None:
+    (tmp_path / "model").mkdir()
+    weights = tmp_path / "model" / "weights"
+    weights.write_bytes(b"one")
+    before = contents(tmp_path / "model", "", "random")
+    assert [name for name, _, _ in before] == [str(weights)]
+    weights.write_bytes(b"other")
+    assert contents(tmp_path / "model", "", "random") != before
+
+
+def test_special_tokens_are_kept(base, policy) -> None:
+    assert special_ids(load_tokenizer(base, policy)) == [0, 1, 2]
+
+
+def test_what_cannot_be_taught_is_refused_before_weights_load(base, policy) -> None:
+    config = Config()
+    tokenizer = load_tokenizer(base, policy)
+    problem = Problem(id="p7", messages=[{"role": "user", "content": "x" * 60}], answer="4")
+    nameless = Problem(id="p8", messages=problem.messages)
+    check(config, [nameless], tokenizer)  # no warm-up, nothing to teach
+    config.warmup.steps, config.model.max_len = 1, 64
+    with pytest.raises(ConfigError, match="problem p8: no answer to teach"):
+        check(config, [nameless], tokenizer)
+    with pytest.raises(ConfigError, match=r"problem p7: prompt and warmup.template have \d+ tokens"):
+        check(config, [problem], tokenizer)
+
+
+def test_an_earlier_run_is_kept_unless_it_may_be_replaced(tmp_path) -> None:
+    config = Config()
+    config.run.dir = str(tmp_path)
+    folder = run_folder(config)
+    create_run_folder(config, folder)
+    assert {p.name for p in folder.iterdir()} == {"config.toml", "run.json"}
+    (folder / "precious").touch()
+    with pytest.raises(ConfigError, match="there is a run of this name"):
+        run_folder(config)
+    config.run.overwrite = True
+    assert run_folder(config) == folder
+    assert (folder / "precious").exists()  # until the new run can start
+    create_run_folder(config, folder)
+    assert not (folder / "precious").exists()

@@ -109,6 +109,7 @@ BAD_ARGUMENTS = [
     (["--data.source", "jsonl"], "data.source = 'jsonl' needs data.path"),
     (["--data.size", "4"], "data.size = 4 must be 0 or at least rollout.problems_per_step"),
     (["--run.name", "a/b"], "run.name = 'a/b' must be a plain folder name"),
+    (["--run.name", "cache"], "and not 'cache'"),
     (["--parallel.dp_shard", "0"], "parallel.dp_shard = 0 must be -1 or at least 1"),
     (["--model.source", ""], "model.source is empty"),
 ]

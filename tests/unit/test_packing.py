@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchspec.packing import make_batch, minibatches, num_packs_needed, pack, sft_batch
+from torchspec.packing import make_batch, minibatches, num_packs_needed, pack
 from torchspec.records import Batch, Rollout
 
 
@@ -111,12 +111,6 @@ def test_untrained_responses_are_generated_but_masked():
     assert batch.generated.tolist() == [False, False, True, True]
     assert batch.targets.tolist() == [2, 3, 4, 0]
     assert not batch.target_mask.any()
-
-
-def test_sft_batch_is_a_batch_with_logprob_0_and_advantage_1():
-    examples = [([5, 6, 7], [8, 9]), ([5], [4])]
-    expected = make_batch([rollout(p, r, logprobs=[0.0] * len(r), advantage=1.0) for p, r in examples])
-    assert batch_rows(sft_batch(examples)) == batch_rows(expected)
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,7 @@ def test_unsupported_configs(folder: Path, tmp_path: Path, changes: dict, messag
 
 
 def test_unreadable_configs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json: no such file"):
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
         PolicySpec.from_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):

@@ -379,7 +379,7 @@ def test_overlong_penalise_counts_less():
     assert got == pytest.approx([1 - 1 / 6, -1 / 6, -0.5 - 1 / 6])
     assert [r.train for r in group] == [True] * 3
     assert group[2].reward == -0.5
-    assert group[2].reward_parts == {"overlong": -1.5}
+    assert [r.reward_parts for r in group] == [{"overlong": 0.0}, {"overlong": 0.0}, {"overlong": -1.5}]
 
 
 def test_overlong_keep_is_as_any_other():

@@ -86,10 +86,10 @@ class PolicySpec:
         return spec
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A file of a checkpoint folder; a ConfigError where it is missing or broken."""
+def read_json(path: Path, key: str = "model.source") -> dict[str, Any]:
+    """A file of the checkpoint folder that `key` names; a ConfigError where it is missing or broken."""
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; model.source must be a checkpoint folder or a hub id")
+        raise ConfigError(f"{key}: {path} is missing; give a folder in Hugging Face layout")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -6,7 +6,6 @@ vLLM is imported when an engine is built, never before, because part of its envi
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import time
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchspec.config import Config, ConfigError
+from torchspec.models.spec import read_json
 from torchspec.records import Rollout, SpecStats
 from torchspec.rollout import vllm_cpu
 from torchspec.rollout.engine import Counters, Request, Sampling
@@ -70,7 +70,7 @@ class VllmEngine:
         device_type: str,
     ) -> None:
         check_version(device_type)
-        policy_config = _read_config(Path(policy_folder), "policy")
+        policy_config = read_json(Path(policy_folder) / "config.json", "policy")
         if draft_folder is not None:
             _check_draft(Path(draft_folder), policy_config)
         self.counters = Counters()
@@ -284,15 +284,8 @@ def check_version(device_type: str) -> None:
         raise ConfigError(f"{package} {version} is installed, tested is {allowed}: {remedy}")
 
 
-def _read_config(folder: Path, what: str) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{path}: missing; the {what} must be a folder in Hugging Face layout")
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def _check_draft(folder: Path, policy_config: dict[str, Any]) -> None:
-    config = _read_config(folder, "draft")
+    config = read_json(folder / "config.json", "draft")
     architectures = config.get("architectures") or ["none"]
     if architectures[0] not in DRAFT_ARCHITECTURES:
         raise ConfigError(
