@@ -203,7 +203,7 @@ def build_plan(
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be at least 1, or None for no window")
-    segments = _zigzag(cu_seqlens, size) if layout == "doc_zigzag" else _lpt(cu_seqlens, size, window)
+    segments = _zigzag(cu_seqlens, size) if layout == "doc_zigzag" else _lpt(cu_seqlens, size)
     runs: list[list[Run]] = [[] for _ in range(size)]
     for owner, document, start, stop in segments:
         mine = runs[owner]
@@ -215,11 +215,9 @@ def build_plan(
     return Plan(cu_seqlens, size, rank, layout, window, tuple(map(tuple, runs)))
 
 
-def causal_work(start: int, stop: int, first: int, window: int | None = None) -> int:
+def causal_work(start: int, stop: int, first: int) -> int:
     """Query-key pairs of the positions [start, stop) of a document that begins at `first`."""
-    window = window or _UNBOUNDED
-    full = max(start, min(stop, first + window - 1))  # from here on every row sees a whole window
-    return (full - start) * (start + full - 2 * first + 1) // 2 + (stop - full) * window * (stop > full)
+    return (stop - start) * (start + stop - 2 * first + 1) // 2
 
 
 def _zigzag(cu_seqlens: tuple[int, ...], size: int) -> Iterator[tuple[int, int, int, int]]:
@@ -240,7 +238,7 @@ def _zigzag(cu_seqlens: tuple[int, ...], size: int) -> Iterator[tuple[int, int, 
             start += length
 
 
-def _lpt(cu_seqlens: tuple[int, ...], size: int, window: int | None) -> Iterator[tuple[int, int, int, int]]:
+def _lpt(cu_seqlens: tuple[int, ...], size: int) -> Iterator[tuple[int, int, int, int]]:
     """(owner, document, start, stop) in pack order."""
     count = _CHUNKS_PER_RANK * size
     tokens = cu_seqlens[-1]
@@ -251,7 +249,7 @@ def _lpt(cu_seqlens: tuple[int, ...], size: int, window: int | None) -> Iterator
         pieces.append([(a, b) for a, b in pairwise((start, *inner, stop)) if b > a])
     documents = [[bisect_right(cu_seqlens, a) - 1 for a, _ in chunk] for chunk in pieces]
     work = [
-        sum(causal_work(a, b, cu_seqlens[d], window) for (a, b), d in zip(chunk, ds))
+        sum(causal_work(a, b, cu_seqlens[d]) for (a, b), d in zip(chunk, ds))
         for chunk, ds in zip(pieces, documents)
     ]
     owner = [0] * count

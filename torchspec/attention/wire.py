@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GroupName
 from torch.distributed import distributed_c10d as c10d
 
 
@@ -26,7 +25,7 @@ class Wire:
         self.size, self.rank = 1, 0
         if group:
             try:
-                self._group = c10d._resolve_process_group(GroupName(group))
+                self._group = c10d._resolve_process_group(c10d.GroupName(group))
             except (LookupError, RuntimeError, ValueError) as error:
                 raise ValueError(f"group is {group!r}; there is no process group of that name") from error
             self.size, self.rank = self._group.size(), self._group.rank()
