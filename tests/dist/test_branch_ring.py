@@ -177,7 +177,7 @@ def cases() -> list[Case]:
     """Every value of every axis, and the pairs that are apt to interact."""
     found = [Case(lengths, entries=e) for lengths, e in product((LONG, SHORT, TINY, ONES, MIXED), (0, 1, 3))]
     found += [Case(MIXED, heads, kv, entries=6) for heads, kv in GQA]
-    windows = (1, 3, chunk(48), chunk(48) + 5)
+    windows = (1, 3, chunk(48), chunk(48) + 5, 3 * chunk(48) + 1)
     found += [Case((48, 5, 1), entries=e, window=w) for w, e in product(windows, (0, 3, 6))]
     found += [Case(MIXED, entries=2, layout="pack_lpt", window=w) for w in (None, 7)]
     anchors = (0, 1, 17, 28, 29, 30, 33, 50, 50, 74, 77)
@@ -204,7 +204,7 @@ def test_equals_the_dense_oracle(size: int, tmp_path: Path) -> None:
 
 
 def check_every_combination(mesh: Mesh) -> None:
-    windows = (None, 3, chunk(48), chunk(48) + 5)
+    windows = (None, 3, chunk(48), chunk(48) + 5, 3 * chunk(48) + 1)
     axes = product((LONG, SHORT, TINY, ONES, MIXED), GQA, (0, 1, 3, 6), windows)
     check([Case(lengths, *heads, entries=e, window=w) for lengths, heads, e, w in axes])
 

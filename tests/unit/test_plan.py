@@ -1,6 +1,7 @@
 """The plan: every pair once, equal shards, halos; brute force against the definition."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -54,7 +55,9 @@ def covered(all_plans, entries=0):
     ring, gather = [], []
     for mine in all_plans:
         for other in all_plans:
-            for i, j in pairs(mine.tasks(other.rank, entries)):
+            tasks = mine.tasks(other.rank, entries)
+            assert not any(b.causal and not a.causal for a, b in pairwise(tasks))
+            for i, j in pairs(tasks):
                 ring.append((int(mine.index[i]), int(other.index[j])))
         gather += [(int(mine.index[i]), j) for i, j in pairs(mine.tasks(None, entries))]
     return ring, gather

@@ -41,7 +41,9 @@ def test_the_decision_is_logged_once(caplog):
     with caplog.at_level(logging.INFO):
         assert {choose_transport(traffic) for _ in range(3)} == {"gather"}
     assert len(caplog.records) == 1
-    assert caplog.records[0].message.startswith("attention transport gather: MB sent per rank: ring 0.2, gather 0.1,")
+    assert caplog.records[0].message.startswith(
+        "attention transport gather: MB sent per rank: ring 0.2, gather 0.1,"
+    )
 
 
 def test_explicit_and_wrong():

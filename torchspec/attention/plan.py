@@ -37,7 +37,7 @@ class Task(NamedTuple):
     With m = k1 - k0 keys and n = q1 - q0 rows, row i sees key j iff j <= i + m - n where `causal`, and
     j >= i + m - n - left where `left` is given. Every row sees at least one key. The last key of a causal
     task's row is the row's own: over all of a query's tasks there is exactly one causal one, unless the
-    query is a block or sees no trunk at all.
+    query is a block or sees no trunk at all. Causal tasks come first.
     """
 
     q0: int
@@ -341,7 +341,7 @@ def _pair(query: _Query, run: Run, window: int) -> Iterator[Task]:
 
 
 def _merge(tasks: Iterable[Task]) -> tuple[Task, ...]:
-    """Fewer, larger tasks: first keys that follow each other, then rows that follow each other."""
+    """Fewer, larger tasks: first keys that follow each other, then rows that follow each other. Causal first."""
     merged: list[Task] = []
     for join in (_join_keys, _join_rows):
         merged = []
@@ -349,7 +349,7 @@ def _merge(tasks: Iterable[Task]) -> tuple[Task, ...]:
             joined = join(merged[-1], task) if merged else None
             merged[-1:] = [joined] if joined else [*merged[-1:], task]
         tasks = merged
-    return tuple(merged)
+    return tuple(sorted(merged, key=lambda task: not task.causal))
 
 
 def _join_keys(a: Task, b: Task) -> Task | None:
