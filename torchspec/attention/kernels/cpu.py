@@ -17,7 +17,7 @@ from torchspec.attention.plan import Task
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _BAND_ROWS = 256  # rows of a windowed task that share one small mask
-_BRANCH_ROWS = 128  # a block's temporaries stay in cache
+_BRANCH_ROWS = 1024  # bounds the temporaries; smaller blocks only cost calls
 
 _Call = tuple[slice, slice, bool, Tensor | None]  # rows, keys, causal, additive mask
 
