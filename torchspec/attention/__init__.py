@@ -1,5 +1,25 @@
-"""Attention of packed documents: exact, packed causal, with row-local branches."""
+"""Attention of packed documents: exact, packed causal, with row-local branches, over one rank or many."""
 
-from torchspec.attention.ops import branch_attention, packed_attention, save_ops
+from torchspec.attention.context import context_attention, save_ops
+from torchspec.attention.gather import Trunk, trunk_attention, trunk_gather
+from torchspec.attention.ops import branch_attention, packed_attention
+from torchspec.attention.passq import branch_attention_passq
+from torchspec.attention.plan import Plan, build_plan
+from torchspec.attention.ring import branch_ring_attention
+from torchspec.attention.transport import Traffic, choose_transport
 
-__all__ = ["branch_attention", "packed_attention", "save_ops"]
+__all__ = [
+    "Plan",
+    "Traffic",
+    "Trunk",
+    "branch_attention",
+    "branch_attention_passq",
+    "branch_ring_attention",
+    "build_plan",
+    "choose_transport",
+    "context_attention",
+    "packed_attention",
+    "save_ops",
+    "trunk_attention",
+    "trunk_gather",
+]

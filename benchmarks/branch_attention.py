@@ -1,0 +1,205 @@
+"""Time and memory of branch attention against what one would write without it.
+
+    python benchmarks/branch_attention.py --lengths 4096 8192 16384 --json branch_attention.json
+
+One document, passes 1..K of training-time test, every scheme doing all of them:
+
+    ours    branch_attention: causal flash over the trunk, branches merged in closed form
+    dense   (a) SDPA over the keys of all passes side by side, under a dense mask
+    flex    (b) the same under a compiled flex_attention block mask; CPU: forward only, there is no other
+    eager   (c) matmul, mask, concatenated diagonals, softmax: as SpecForge and EAGLE do
+    flash   (d) the limit: K plain causal flash passes, no branches
+
+Each measurement is a process of its own, so that its peak memory is its own; compare within one run only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HEADS, KV_HEADS, HEAD_DIM, PASSES = 8, 2, 64, 4
+SCHEMES = ("ours", "dense", "flex", "eager", "flash")
+# What is asked, as (scheme, other scheme, mode, measure, least length, bound on scheme / other).
+BARS = [
+    ("ours", "dense", "forward", "seconds", 16384, 1 / 8),
+    ("ours", "flex", "forward", "seconds", 16384, 1 / 2.4),
+    ("ours", "flash", "backward", "seconds", 8192, 1.2),
+    ("ours", "dense", "forward", "bytes", 16384, 1 / 15),
+]
+
+
+def inputs(length: int, grad: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """q, k, v of every pass."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rand(heads: int) -> list[Tensor]:
+        shape = length, heads, HEAD_DIM
+        return [torch.randn(shape, generator=generator).requires_grad_(grad) for _ in range(PASSES)]
+
+    return rand(HEADS), rand(KV_HEADS), rand(KV_HEADS)
+
+
+def ours(q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+    from torchspec.attention import branch_attention
+
+    cu = torch.tensor([0, len(q[0])], dtype=torch.int32)
+    return [branch_attention(q[d], k[0], v[0], k[1 : d + 1], v[1 : d + 1], cu)[0] for d in range(PASSES)]
+
+
+def flash(q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+    first = (heads_first(k[0]), heads_first(v[0]))
+    return [
+        F.scaled_dot_product_attention(heads_first(x), *first, is_causal=True, enable_gqa=True) for x in q
+    ]
+
+
+def dense(q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+    from torchspec.attention.reference import staircase_mask
+
+    outs = []
+    cu = torch.tensor([0, len(q[0])])
+    for d in range(PASSES):
+        keys, values = (heads_first(torch.cat(x[: d + 1])) for x in (k, v))
+        mask = staircase_mask(cu, d)
+        outs.append(F.scaled_dot_product_attention(heads_first(q[d]), keys, values, mask, enable_gqa=True))
+    return outs
+
+
+def flex(q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    length = len(q[0])
+
+    def visible(_b: Tensor, _h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return (column <= row) | ((column >= length) & ((column - row) % length == 0))
+
+    attend = torch.compile(flex_attention, dynamic=False)
+    outs = []
+    for d in range(PASSES):
+        keys, values = (heads_first(torch.cat(x[: d + 1])) for x in (k, v))
+        mask = create_block_mask(visible, None, None, length, length * (d + 1), device="cpu")
+        outs.append(attend(heads_first(q[d]), keys, values, block_mask=mask, enable_gqa=True))
+    return outs
+
+
+def eager(q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+    length, group = len(q[0]), HEADS // KV_HEADS
+    keys, values = ([heads_first(y.repeat_interleave(group, 1)) for y in x] for x in (k, v))
+    hidden = torch.full((length, length), -torch.inf).triu(1)
+    outs = []
+    for d in range(PASSES):
+        query = heads_first(q[d]) * HEAD_DIM**-0.5
+        scores = query @ keys[0].transpose(-1, -2) + hidden
+        own = [(query * keys[p]).sum(-1, keepdim=True) for p in range(1, d + 1)]
+        weights = torch.cat([scores, *own], dim=-1).softmax(-1)
+        out = weights[..., :length] @ values[0]
+        for p in range(1, d + 1):
+            out = out + weights[..., length + p - 1, None] * values[p]
+        outs.append(out)
+    return outs
+
+
+def heads_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def measure(scheme: str, length: int, mode: str) -> dict[str, float]:
+    """Seconds of the faster of two runs (one where a run takes over a minute), and peak memory above the inputs'."""
+    run: Callable[..., list[Tensor]] = globals()[scheme]
+    tensors = inputs(length, grad=mode == "backward")
+
+    def step(*tensors: list[Tensor]) -> None:
+        with torch.set_grad_enabled(mode == "backward"):
+            outs = run(*tensors)
+            if mode == "backward":
+                torch.stack([out.sum() for out in outs]).sum().backward()
+
+    step(*inputs(128, grad=mode == "backward"))  # imports, thread pools
+    if scheme == "flex":
+        step(*tensors)  # compilation is for a length
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = []
+    while not seconds or (len(seconds) < 2 and seconds[0] < 60):
+        start = time.perf_counter()
+        step(*tensors)
+        seconds.append(time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"seconds": min(seconds), "bytes": 1024 * (peak - before)}
+
+
+def in_process(scheme: str, length: int, mode: str, threads: int) -> dict[str, float] | None:
+    """`measure` in a process of its own; None where it cannot be done."""
+    command = [sys.executable, __file__, "--one", scheme, str(length), mode, "--threads", str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{scheme} {length} {mode}: failed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def wanted(scheme: str, length: int, mode: str, skip: list[str]) -> bool:
+    if f"{scheme}:{mode}:{length}" in skip:
+        return False
+    return not (scheme == "flex" and mode == "backward")  # NotImplementedError on the CPU
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384])
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--skip", nargs="*", default=[], help="scheme:mode:length to leave out, if too slow")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, default=Path("branch_attention.json"))
+    parser.add_argument("--one", nargs=3, metavar=("SCHEME", "LENGTH", "MODE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.one:
+        print(json.dumps(measure(args.one[0], int(args.one[1]), args.one[2])))
+        return
+    results: list[dict[str, Any]] = []
+    print(f"{'length':>7} {'mode':>9} {'scheme':>7} {'seconds':>9} {'peak MB':>9}")
+    for length in args.lengths:
+        for mode in ("forward", "backward"):
+            for scheme in args.schemes:
+                found = wanted(scheme, length, mode, args.skip) and in_process(
+                    scheme, length, mode, args.threads
+                )
+                if found:
+                    results.append({"length": length, "mode": mode, "scheme": scheme, **found})
+                    seconds, megabytes = found["seconds"], found["bytes"] / 1e6
+                    print(f"{length:7} {mode:>9} {scheme:>7} {seconds:9.2f} {megabytes:9.1f}", flush=True)
+    bars = compare(results)
+    for bar in bars:
+        print(f"{bar['what']:60} {bar['ratio']:7.3f} (at most {bar['bound']:.3f})")
+    args.json.write_text(json.dumps({"results": results, "bars": bars}, indent=1) + "\n")
+
+
+def compare(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = {(r["length"], r["mode"], r["scheme"]): r for r in results}
+    bars = []
+    for scheme, other, mode, what, least, bound in BARS:
+        for length in sorted({r["length"] for r in results}):
+            pair = found.get((length, mode, scheme)), found.get((length, mode, other))
+            if length >= least and pair[0] and pair[1]:
+                ratio = pair[0][what] / max(pair[1][what], 1e-9)
+                name = f"{scheme} / {other}, {mode}, {what}, {length} tokens"
+                bars.append({"what": name, "ratio": ratio, "bound": bound})
+    return bars
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The context-parallel ops on one rank, without a process group: their contracts with torch.library."""
+
+import pytest
+import torch
+
+from torchspec.attention import (
+    Trunk,
+    branch_attention_passq,
+    branch_ring_attention,
+    trunk_attention,
+    trunk_gather,
+)
+
+CU = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+ANCHORS = torch.tensor([1, 5, 8], dtype=torch.int32)
+
+
+def make(entries=2, slots=0):
+    generator = torch.Generator().manual_seed(0)
+    queries = len(ANCHORS) * slots if slots else 9
+
+    def rand(rows, heads):
+        return torch.randn(rows, heads, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    branches = [[rand(queries, 1) for _ in range(entries)] for _ in range(2)]
+    return rand(queries, 2), rand(9, 1), rand(9, 1), *branches
+
+
+@pytest.mark.parametrize("slots", [0, 2])
+@pytest.mark.parametrize(
+    "name", ["branch_ring_attention", "branch_attention_passq", "trunk_attention", "trunk_gather"]
+)
+def test_opcheck(name, slots):
+    q, k, v, branch_k, branch_v = make(1 if slots else 2, slots)
+    anchors = ANCHORS if slots else None
+    rest = (CU, "", "doc_zigzag", None, anchors, slots, 0.5)
+    if name == "trunk_gather":
+        args = (k, v, CU, 9, "", "doc_zigzag")
+    elif name == "trunk_attention":
+        trunk = trunk_gather(k.detach(), v.detach(), CU, group="")
+        args = (q, trunk.kv, trunk.sink.clone().requires_grad_(), branch_k, branch_v, *rest)
+    else:
+        args = (q, k, v, branch_k, branch_v, *rest)
+    torch.library.opcheck(getattr(torch.ops.torchspec, name).default, args)
+
+
+@pytest.mark.parametrize("slots", [0, 2])
+@pytest.mark.parametrize("transport", ["ring", "gather", "passq"])
+def test_gradcheck(transport, slots):
+    q, k, v, branch_k, branch_v = make(1 if slots else 2, slots)
+    options = dict(group="", anchors=ANCHORS, slots=slots) if slots else dict(group="", window=4)
+
+    def flat(q, k, v, *branches):
+        half = len(branches) // 2
+        lists = list(branches[:half]), list(branches[half:])
+        if transport == "gather":
+            return trunk_attention(q, trunk_gather(k, v, CU, group=""), *lists, CU, **options)[0]
+        op = branch_ring_attention if transport == "ring" else branch_attention_passq
+        return op(q, k, v, *lists, CU, **options)[0]
+
+    assert torch.autograd.gradcheck(flat, (q, k, v, *branch_k, *branch_v))
+
+
+def test_the_sink_takes_no_memory_and_sums_in_fp32():
+    k = torch.randn(9, 1, 4, dtype=torch.bfloat16, requires_grad=True)
+    trunk = trunk_gather(k, k.detach(), CU, group="")
+    assert trunk.sink.dtype == torch.float32
+    assert trunk.sink.untyped_storage().nbytes() == 4
+    assert not trunk.kv.requires_grad
+    leaf = Trunk(trunk.kv, trunk.sink.detach().requires_grad_())
+    q = torch.randn(9, 2, 4, dtype=torch.bfloat16)
+    for _ in range(2):
+        trunk_attention(q, leaf, [], [], CU, group="")[0].sum().backward()
+    assert leaf.sink.grad.dtype == torch.float32
+    trunk.sink.backward(leaf.sink.grad)
+    torch.testing.assert_close(k.grad, leaf.sink.grad[0].bfloat16())
+
+
+def test_rows_are_checked():
+    q, k, v, branch_k, branch_v = make()
+    trunk = trunk_gather(k, v, CU, group="")
+    rows = torch.tensor([[0, 3], [5, 7]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="q has 9 rows; rank 0 of 1 must have 5"):
+        trunk_attention(q, trunk, branch_k, branch_v, CU, group="", rows=rows)
+    with pytest.raises(
+        ValueError, match=r"rows is torch\.int64 \[2, 2\] on cpu; it must be int32 \[ranges, 2\]"
+    ):
+        trunk_attention(q, trunk, branch_k, branch_v, CU, group="", rows=rows.long())
+    with pytest.raises(ValueError, match="ascending ranges of the 9 local rows"):
+        trunk_attention(q[:5], trunk, [], [], CU, group="", rows=rows.flip(0))

@@ -1,0 +1,65 @@
+"""Attention of packs that are spread over context-parallel ranks: the transports behind one door.
+
+Every rank holds its rows of the pack as `plan.build_plan` says, and calls the same ops in the same order,
+also where it has no rows. `group` is a process group's name (`mesh.get_group("cp").group_name`), "" for none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchspec.attention.gather import trunk_attention, trunk_gather
+from torchspec.attention.passq import branch_attention_passq
+from torchspec.attention.ring import branch_ring_attention
+
+__all__ = [
+    "branch_attention_passq",
+    "branch_ring_attention",
+    "context_attention",
+    "save_ops",
+    "trunk_attention",
+    "trunk_gather",
+]
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    group: str,
+    transport: str,
+    layout: str = "doc_zigzag",
+    window: int | None = None,
+    tokens: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`packed_attention` of a pack spread over `group`: what a language model's layer calls.
+
+    Args:
+        transport: "ring" or "gather"; `transport.choose_transport` decides "auto".
+    """
+    if transport == "ring":
+        return branch_ring_attention(
+            q, k, v, [], [], cu_seqlens, group=group, layout=layout, window=window, scale=scale
+        )[0]
+    if transport != "gather":
+        raise ValueError(f"transport is {transport!r}; a layer without branches takes ring or gather")
+    trunk = trunk_gather(k, v, cu_seqlens, group=group, layout=layout, tokens=tokens)
+    return trunk_attention(
+        q, trunk, [], [], cu_seqlens, group=group, layout=layout, window=window, scale=scale
+    )[0]
+
+
+def save_ops() -> list[torch._ops.OpOverload]:
+    """Ops whose outputs selective activation checkpointing should save rather than recompute."""
+    ops = torch.ops.torchspec
+    return [
+        ops.branch_attention.default,
+        ops.branch_ring_attention.default,
+        ops.trunk_gather.default,
+        ops.trunk_attention.default,
+        ops.branch_attention_passq.default,
+    ]
