@@ -245,7 +245,7 @@ class Trainer:
         options = dataclasses.replace(config.draft, train_every=1)
         files = contents(self.base, config.data.path, config.draft.init)
         key = fingerprint(config.model, options, config.data, config.warmup, config.run.seed, files)
-        cached = cache_folder(config) / f"start-{key}"
+        cached = cache_folder(config) / f"start-{self._from_main(key)}"
         policy, draft = cached / "policy", cached / "draft"
         if not config.warmup.steps:
             if self.draft:
@@ -266,6 +266,11 @@ class Trainer:
             export_draft(self.draft, draft, self.mesh)
         export_policy(self.policy, policy, self.base, self.mesh)  # last: its presence says that all is there
         return policy, draft if self.draft else None
+
+    def _from_main(self, key: str) -> str:
+        """The main rank's fingerprint: copies of a checkpoint on several nodes have different times."""
+        mine = torch.tensor([int(key, 16) if self.mesh.is_main else 0])
+        return f"{self.mesh.sum_over_dp(mine).item():012x}"
 
     def _renew(self, folder: Path) -> None:
         if self.mesh.is_main:
