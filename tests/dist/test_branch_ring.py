@@ -511,4 +511,4 @@ def check_compile(mesh: Mesh) -> None:
 
 
 def test_compiles_to_one_graph(tmp_path: Path) -> None:
-    run_world(2, check_compile, tmp_path, timeout_s=240)
+    run_world(2, check_compile, tmp_path)

@@ -18,7 +18,7 @@ from torchspec.mesh import Mesh
 
 
 def run_world(
-    size: int, worker: Callable[..., Any], folder: Path, *args: Any, timeout_s: float = 120
+    size: int, worker: Callable[..., Any], folder: Path, *args: Any, timeout_s: float = 400
 ) -> list[Any]:
     """Run `worker(mesh, *args)` on `size` ranks; returns what each rank returned, by rank.
 

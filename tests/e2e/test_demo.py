@@ -122,8 +122,8 @@ def test_the_demo_learns(tmp_path) -> None:
     tenth = len(rows) // 10
     assert mean("reward/mean", rows[-tenth:]) > mean("reward/mean", rows[1 : 1 + tenth]) + 0.1
     last = [row for row in rows if "eval/tau" in row][-1]
-    assert last["eval/tau"] > last["eval/tau_frozen"] + 0.5
-    assert last["eval/reward"] > rows[0]["eval/reward"] + 0.05
+    assert last["eval/tau"] > last["eval/tau_frozen"] + 0.8
+    assert last["eval/reward"] > rows[0]["eval/reward"] + 0.1
 
 
 BAD_COMMANDS: list[tuple[list[str], str]] = [
