@@ -89,7 +89,8 @@ def test_a_short_demo_leaves_everything_it_says(short_run) -> None:
     assert list((short_run / "tensorboard").iterdir())
     stdout = (short_run.parent / "stdout").read_text()
     assert sum(line.startswith("step ") for line in stdout.splitlines()) == 3
-    assert f"vllm serve {short_run}/policy --speculative-config" in stdout
+    assert f"vllm serve {short_run}/policy\n" in stdout
+    assert f'"model": "{short_run}/draft"' in stdout
     assert not list(short_run.parent.rglob("*.partial"))
 
 

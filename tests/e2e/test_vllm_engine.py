@@ -236,7 +236,7 @@ def test_folders_without_a_drafter_are_refused(folders, tmp_path):
     def start(draft):
         VllmEngine(engine_config(), folders["policy"], draft, seed=0, device_type="cpu")
 
-    with pytest.raises(ConfigError, match=r"config\.json: missing"):
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
         start(tmp_path)
     with pytest.raises(ConfigError, match=r"no drafter .* architecture is Qwen3ForCausalLM"):
         start(folders["policy2"])
