@@ -211,6 +211,7 @@ def check_every_combination(mesh: Mesh) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_combination(size: int, tmp_path: Path) -> None:
     run_world(size, check_every_combination, tmp_path, timeout_s=900)

@@ -111,6 +111,7 @@ def test_any_checkpoint_generates_scored_rollouts(short_run, tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2700)
 @pytest.mark.dist
 def test_the_demo_learns(tmp_path) -> None:
     """The headline of the project: reward rises, and co-training keeps the draft ahead of the frozen one."""
