@@ -22,6 +22,8 @@ from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec, read_json
 from torchspec.models.tiny import make_tiny
 from torchspec.parallel.fsdp import shard
+from torchspec.records import Problem, Rollout
+from torchspec.rewards import Scorer
 from torchspec.rollout.engine import Sampling
 
 if TYPE_CHECKING:  # importing transformers takes seconds
@@ -86,6 +88,15 @@ def build_policy(config: Config, mesh: Mesh, folder: Path, spec: PolicySpec) -> 
     """The policy with the folder's weights, sharded; fp32 master weights."""
     recompute = config.train.activation_checkpointing
     return load_policy(folder, spec, mesh, compute_dtype(config), activation_checkpointing=recompute)
+
+
+def score(
+    scorer: Scorer, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], rollouts: list[Rollout]
+) -> None:
+    """Fill `text`, `reward` and `reward_parts` of the problems' rollouts."""
+    for rollout in rollouts:
+        rollout.text = decode(tokenizer, rollout.tokens)
+    scorer.score_all({problem.id: problem for problem in problems}, rollouts)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchspec.assemble import base_folder, decode, load_tokenizer, sampling_of
+from torchspec.assemble import base_folder, load_tokenizer, sampling_of, score
 from torchspec.config import Config, ConfigError
 from torchspec.data import encode_prompts, load_problems
 from torchspec.mesh import Mesh
@@ -53,9 +53,7 @@ def generate_file(config: Config, draft: Path | None, split: str, limit: int, ou
         ],
         sampling_of(config),
     )
-    for rollout in rollouts:
-        rollout.text = decode(tokenizer, rollout.tokens)
-    scorer.score_all({p.id: p for p in problems}, rollouts)
+    score(scorer, tokenizer, problems, rollouts)
     write_rollouts(out, rollouts)
     scorer.close()
     seconds, tokens = engine.counters.seconds, engine.counters.tokens

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchspec import packing
+from torchspec.assemble import compute_dtype
 from torchspec.config import Config
 from torchspec.draft.trainer import DraftTrainer, pass_counts
 from torchspec.mesh import Mesh
@@ -157,7 +158,7 @@ class Learner:
         """What trains the draft on one pack, given the pack's taps and the update's global denominators."""
         counts = torch.stack([pass_counts(batch, len(draft.pass_weights)) for batch in packs]).sum(0)
         denominator = draft.denominator(self.mesh.sum_over_dp(counts))
-        head = self.policy.head_weight(getattr(torch, self.config.model.dtype))
+        head = self.policy.head_weight(compute_dtype(self.config))
         # A pack's loss is a share of the update's: over packs and ranks the counts add up to one.
         meter.mean("draft/loss", 0.0, 1 / self.mesh.dp_size)
 

@@ -22,11 +22,11 @@ from torchspec.assemble import (
     cache_folder,
     compute_dtype,
     contents,
-    decode,
     draft_spec,
     fingerprint,
     load_tokenizer,
     sampling_of,
+    score,
     special_ids,
 )
 from torchspec.config import Config, ConfigError, Optim
@@ -147,7 +147,7 @@ class Trainer:
         with self._phase(meter, "wait"):
             self.mesh.barrier()
         with self._phase(meter, "reward"):
-            self._reward(problems, rollouts)
+            score(self.scorer, self.tokenizer, problems, rollouts)
             rewards.group_advantages(rollouts, config.rl)
             meter.total("reward/failures", sum(self.scorer.failures.values()))
             self.scorer.failures.clear()
@@ -299,11 +299,6 @@ class Trainer:
         ]
         return self.engine.generate(requests, sampling_of(self.config))
 
-    def _reward(self, problems: list[Problem], rollouts: list[Rollout]) -> None:
-        for rollout in rollouts:
-            rollout.text = decode(self.tokenizer, rollout.tokens)
-        self.scorer.score_all({problem.id: problem for problem in problems}, rollouts)
-
     def _tau(self, rollouts: list[Rollout]) -> SpecStats:
         return SpecStats.total((r.spec for r in rollouts if r.spec), self.config.rollout.num_draft_tokens)
 
@@ -314,7 +309,7 @@ class Trainer:
         samples = self.config.eval.samples_per_problem
         with self._phase(meter, "eval"):
             rollouts = self._roll_out(problems, samples)
-            self._reward(problems, rollouts)
+            score(self.scorer, self.tokenizer, problems, rollouts)
             meter.mean("eval/reward", sum(r.reward or 0.0 for r in rollouts), len(rollouts))
             if self.draft:
                 add_tau(meter, "eval/tau", self._tau(rollouts))
