@@ -218,7 +218,13 @@ class Eval:
 @dataclass(kw_only=True, slots=True)
 class Parallel:
     dp_shard: int = -1
-    """Ranks the policy and the draft are sharded over (FSDP2); -1: all that are left."""
+    """Replicas of a pipeline; FSDP2 shards weights over dp_shard * cp ranks. -1: as many as are left."""
+    cp: int = 1
+    """Context parallelism: ranks that share every pack, each with its rows."""
+    pp: int = 1
+    """Pipeline parallelism: stages the policy's layers are split into."""
+    attention: Literal["auto", "ring", "gather"] = "auto"
+    """cp > 1: keys and values travel a ring, or are gathered; auto: gathered where 4 GB hold them."""
 
 
 @dataclass(kw_only=True, slots=True)

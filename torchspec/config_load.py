@@ -162,6 +162,8 @@ _AT_LEAST: dict[str, float] = {
     "warmup.draft_steps": 0,
     "eval.every": 0,
     "eval.samples_per_problem": 1,
+    "parallel.cp": 1,
+    "parallel.pp": 1,
 }
 
 

@@ -114,12 +114,12 @@ class Learner:
         size = self.config.train.pack_tokens
         lengths = [len(r.prompt_tokens) + len(r.tokens) for r in rollouts]
         needed = packing.num_packs_needed(lengths, size)
-        count = int(self.mesh.max_over_dp(torch.tensor([needed])).item())
+        count = int(self.mesh.max_over_world(torch.tensor([needed])).item())
         return [batch.to(self.mesh.device) for batch in packing.pack(rollouts, size, count)]
 
     def _global_tokens(self, packs: list[Batch]) -> float:
         valid = torch.stack([batch.target_mask.sum() for batch in packs]).sum()
-        return max(1.0, float(self.mesh.sum_over_dp(valid)))
+        return max(1.0, float(self.mesh.sum_over_fsdp(valid)))
 
     @torch.no_grad()
     def _score(self, policy: Policy, packs: list[Batch]) -> list[Tensor]:
@@ -157,10 +157,10 @@ class Learner:
     ) -> Callable[[Batch, Taps], None]:
         """What trains the draft on one pack, given the pack's taps and the update's global denominators."""
         counts = torch.stack([pass_counts(batch, len(draft.pass_weights)) for batch in packs]).sum(0)
-        denominator = draft.denominator(self.mesh.sum_over_dp(counts))
+        denominator = draft.denominator(self.mesh.sum_over_fsdp(counts))
         head = self.policy.head_weight(compute_dtype(self.config))
         # A pack's loss is a share of the update's: over packs and ranks the counts add up to one.
-        meter.mean("draft/loss", 0.0, 1 / self.mesh.dp_size)
+        meter.mean("draft/loss", 0.0, 1 / self.mesh.world_size)
 
         def train_on(batch: Batch, taps: Taps) -> None:
             stats = draft.backward(batch, taps, head, denominator)

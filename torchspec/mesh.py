@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,15 @@ from torchspec.config import ConfigError, Parallel
 # Rollouts of different length let ranks reach a collective far apart; a dead rank is still noticed.
 TIMEOUT = timedelta(minutes=30)
 
+T = TypeVar("T")
+
 
 class Mesh:
     """This process's place among all ranks.
 
     Reads torchrun's environment; without it, this is a world of one process. The device mesh has the
-    dimensions pp, dp_shard and cp; only dp_shard has more than one rank today.
+    dimensions pp, dp_shard and cp, cp fastest: neighbours exchange keys and values. The pp * cp ranks that
+    share a dp_shard index are one *replica*: they work on the same packs.
 
     Args:
         parallel: the config's section.
@@ -33,12 +37,8 @@ class Mesh:
     def __init__(self, parallel: Parallel, device: str | None = None) -> None:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
-        self.dp_size = self.world_size if parallel.dp_shard == -1 else parallel.dp_shard
-        if self.dp_size != self.world_size:
-            raise ConfigError(
-                f"parallel.dp_shard = {parallel.dp_shard} needs {parallel.dp_shard} ranks, but there are "
-                f"{self.world_size}; start torchrun with --nproc-per-node {parallel.dp_shard}, or set it to -1"
-            )
+        self.pp_size, self.cp_size = parallel.pp, parallel.cp
+        self.dp_size = _dp_size(parallel, self.world_size)
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.device = torch.device(kind)
         if kind == "cuda":
@@ -57,32 +57,53 @@ class Mesh:
             world_size=self.world_size,
             timeout=TIMEOUT,
         )
-        self._mesh = init_device_mesh(kind, (1, self.dp_size, 1), mesh_dim_names=("pp", "dp_shard", "cp"))
-        self.dp_rank = self.dp_mesh.get_local_rank()
+        sizes = (self.pp_size, self.dp_size, self.cp_size)
+        self._mesh = init_device_mesh(kind, sizes, mesh_dim_names=("pp", "dp_shard", "cp"))
+        self._fsdp = self._mesh["dp_shard", "cp"]._flatten("fsdp")
+        self._replica = self._mesh["pp", "cp"]._flatten("replica")
+        self.dp_rank = self._mesh.get_local_rank("dp_shard")
 
     @property
-    def dp_mesh(self) -> DeviceMesh:
-        """The one-dimensional mesh that FSDP2 shards over."""
-        return self._mesh["dp_shard"]
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The one-dimensional mesh that FSDP2 shards over: dp_shard and cp of one pipeline stage."""
+        return self._fsdp
+
+    @property
+    def cp_group(self) -> str:
+        """Name of this rank's context-parallel process group; "" where it has one rank."""
+        return self._mesh.get_group("cp").group_name if self.cp_size > 1 else ""
 
     @property
     def is_main(self) -> bool:
         """True on the one rank that writes files and prints."""
         return self.rank == 0
 
-    def sum_over_dp(self, value: Tensor) -> Tensor:
-        """Sum of `value` over the data-parallel ranks, on this mesh's device; `value` is unchanged."""
+    def sum_over_fsdp(self, value: Tensor) -> Tensor:
+        """Sum of `value` over the ranks that split a global batch, dp_shard and cp; `value` is unchanged."""
+        return self._reduce(value, dist.ReduceOp.SUM, self._fsdp.get_group())
+
+    def sum_over_world(self, value: Tensor) -> Tensor:
+        """Sum of `value` over all ranks, on this mesh's device; `value` is unchanged."""
         return self._reduce(value, dist.ReduceOp.SUM)
 
-    def max_over_dp(self, value: Tensor) -> Tensor:
-        """Elementwise maximum of `value` over the data-parallel ranks; `value` is unchanged."""
+    def max_over_world(self, value: Tensor) -> Tensor:
+        """Elementwise maximum of `value` over all ranks; `value` is unchanged."""
         return self._reduce(value, dist.ReduceOp.MAX)
 
-    def _reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    def _reduce(
+        self, value: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None
+    ) -> Tensor:
         total = value.detach().to(self.device, copy=True)
-        if self.dp_size > 1:
-            dist.all_reduce(total, op, group=self.dp_mesh.get_group())
+        dist.all_reduce(total, op, group=group)
         return total
+
+    def gather_replica(self, items: list[T]) -> list[T]:
+        """The items of all ranks of this replica, by rank: equal on each of them."""
+        if self._replica.size() == 1:
+            return items
+        parts: list[list[T]] = [[]] * self._replica.size()
+        dist.all_gather_object(parts, items, group=self._replica.get_group())
+        return [item for part in parts for item in part]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -92,3 +113,15 @@ class Mesh:
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
+
+
+def _dp_size(parallel: Parallel, world: int) -> int:
+    replica = parallel.pp * parallel.cp
+    wanted = replica * max(parallel.dp_shard, 1)
+    if world % replica or parallel.dp_shard not in (-1, world // replica):
+        raise ConfigError(
+            f"parallel.pp = {parallel.pp}, parallel.cp = {parallel.cp} and parallel.dp_shard = "
+            f"{parallel.dp_shard} need {'a multiple of ' if parallel.dp_shard == -1 else ''}{wanted} ranks, "
+            f"but there are {world}; start torchrun with --nproc-per-node {wanted}, or change [parallel]"
+        )
+    return world // replica

@@ -51,8 +51,8 @@ class Meter:
 
     def reduce(self, mesh: Mesh) -> dict[str, float]:
         names, peaks = sorted(self._sums), sorted(self._max)
-        sums = mesh.sum_over_dp(torch.tensor([self._sums[n] for n in names], dtype=torch.float64))
-        tops = mesh.max_over_dp(torch.tensor([self._max[n] for n in peaks], dtype=torch.float64))
+        sums = mesh.sum_over_world(torch.tensor([self._sums[n] for n in names], dtype=torch.float64))
+        tops = mesh.max_over_world(torch.tensor([self._max[n] for n in peaks], dtype=torch.float64))
         values = dict(zip(peaks, tops.tolist()))
         for name, (total, count) in zip(names, sums.tolist()):
             values[name] = total if count < 0 else total / count if count else 0.0

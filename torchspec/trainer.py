@@ -105,7 +105,7 @@ class Trainer:
             config,
             policy_folder=policy_folder,
             draft_folder=draft_folder,
-            seed=config.run.seed + self.mesh.dp_rank,
+            seed=config.run.seed + self.mesh.rank,
             device_type=self.mesh.device.type,
         )
         self.frozen_draft = FrozenDraft(self.draft) if self.draft and config.eval.frozen_draft else None
@@ -184,15 +184,15 @@ class Trainer:
     # Set-up
 
     def _check_world(self) -> None:
-        config, ranks = self.config, self.mesh.dp_size
+        config, ranks, replicas = self.config, self.mesh.world_size, self.mesh.dp_size
         if self.mesh.device.type == "cuda" and config.model.dtype == "float32":
             raise ConfigError("model.dtype = float32 runs on CPU only (flash attention); set it to bfloat16")
         count, updates = config.rollout.problems_per_step, config.rl.minibatches
         if count % ranks:
             raise ConfigError(f"rollout.problems_per_step = {count} must be a multiple of the {ranks} ranks")
-        if count // ranks < updates:
+        if count // replicas < updates:
             raise ConfigError(
-                f"rl.minibatches = {updates} exceeds the {count // ranks} problems of a rank's step"
+                f"rl.minibatches = {updates} exceeds the {count // replicas} problems of a replica's step"
             )
         if config.eval.every and len(self.held_out) < ranks:
             raise ConfigError(f"data.eval_size = {len(self.held_out)} must be at least the {ranks} ranks")
@@ -270,7 +270,7 @@ class Trainer:
     def _from_main(self, key: str) -> str:
         """The main rank's fingerprint: copies of a checkpoint on several nodes have different times."""
         mine = torch.tensor([int(key, 16) if self.mesh.is_main else 0])
-        return f"{self.mesh.sum_over_dp(mine).item():012x}"
+        return f"{self.mesh.sum_over_world(mine).item():012x}"
 
     def _renew(self, folder: Path) -> None:
         if self.mesh.is_main:
@@ -279,10 +279,10 @@ class Trainer:
 
     def _all_ranks_see(self, folder: Path) -> bool:
         """Whether `folder` exists, on which all ranks must agree: what follows is collective."""
-        seen = int(self.mesh.sum_over_dp(torch.tensor([float(folder.exists())])).item())
-        if 0 < seen < self.mesh.dp_size:
+        seen = int(self.mesh.sum_over_world(torch.tensor([float(folder.exists())])).item())
+        if 0 < seen < self.mesh.world_size:
             raise ConfigError(
-                f"{folder}: only {seen} of {self.mesh.dp_size} ranks see it; share run.dir over nodes"
+                f"{folder}: only {seen} of {self.mesh.world_size} ranks see it; share run.dir over nodes"
             )
         return seen > 0
 
@@ -291,7 +291,7 @@ class Trainer:
     def _my_problems(self) -> list[Problem]:
         """This rank's problems of the step; every rank draws the whole step's and takes its slice."""
         drawn = self.order.next(self.config.rollout.problems_per_step)
-        return drawn[self.mesh.dp_rank :: self.mesh.dp_size]
+        return drawn[self.mesh.rank :: self.mesh.world_size]
 
     def _roll_out(self, problems: list[Problem], samples: int) -> list[Rollout]:
         requests = [
@@ -305,7 +305,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         """Reward and tau on the held-out problems; tau of the frozen draft on the same policy and problems."""
         meter = Meter()
-        problems = self.held_out[self.mesh.dp_rank :: self.mesh.dp_size]
+        problems = self.held_out[self.mesh.rank :: self.mesh.world_size]
         samples = self.config.eval.samples_per_problem
         with self._phase(meter, "eval"):
             rollouts = self._roll_out(problems, samples)

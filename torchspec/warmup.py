@@ -47,7 +47,7 @@ def teach(
     warmup = config.warmup
     order = ProblemOrder(problems, config.run.seed)
     for step in range(1, warmup.steps + 1):
-        mine = order.next(warmup.problems_per_step)[mesh.dp_rank :: mesh.dp_size]
+        mine = order.next(warmup.problems_per_step)[mesh.rank :: mesh.world_size]
         examples = [example(problem, warmup.template, tokenizer) for problem in mine]
         meter = Meter()
         learner.supervise(examples, meter, train_draft=step > warmup.steps - warmup.draft_steps)

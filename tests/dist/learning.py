@@ -104,7 +104,7 @@ def reinforce(
     results = {}
     for name, (config, train_draft) in cases.items():
         learner, seen = build(mesh, base, config)
-        mine = [r for r in fixed_rollouts() if int(r.problem_id[1:]) % mesh.dp_size == mesh.dp_rank]
+        mine = [r for r in fixed_rollouts() if int(r.problem_id[1:]) % mesh.world_size == mesh.rank]
         meter = Meter()
         learner.reinforce(mine, meter, train_draft)
         results[name] = {"metrics": meter.reduce(mesh), **seen}

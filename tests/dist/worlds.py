@@ -18,13 +18,19 @@ from torchspec.mesh import Mesh
 
 
 def run_world(
-    size: int, worker: Callable[..., Any], folder: Path, *args: Any, timeout_s: float = 400
+    size: int,
+    worker: Callable[..., Any],
+    folder: Path,
+    *args: Any,
+    timeout_s: float = 400,
+    parallel: Parallel | None = None,
 ) -> list[Any]:
     """Run `worker(mesh, *args)` on `size` ranks; returns what each rank returned, by rank.
 
     Args:
         worker: a function at the top level of a module.
         folder: an empty folder for the results, which travel as files.
+        parallel: of the mesh; None: dp_shard takes all ranks.
 
     Raises:
         RuntimeError: a rank failed; carries its traceback. The other ranks are killed.
@@ -35,7 +41,10 @@ def run_world(
         port = probe.getsockname()[1]
     spawn = multiprocessing.get_context("spawn")
     ranks = [
-        spawn.Process(target=_rank, args=(rank, size, port, worker, folder, args)) for rank in range(size)
+        spawn.Process(
+            target=_rank, args=(rank, size, port, parallel or Parallel(), worker, folder, args)
+        )
+        for rank in range(size)
     ]
     for process in ranks:
         process.start()
@@ -59,7 +68,13 @@ def run_world(
 
 
 def _rank(
-    rank: int, size: int, port: int, worker: Callable[..., Any], folder: Path, args: tuple[Any, ...]
+    rank: int,
+    size: int,
+    port: int,
+    parallel: Parallel,
+    worker: Callable[..., Any],
+    folder: Path,
+    args: tuple[Any, ...],
 ) -> None:
     os.environ |= {
         "RANK": str(rank),
@@ -71,7 +86,7 @@ def _rank(
     torch.set_num_threads(1)
     status = 0
     try:
-        result = worker(Mesh(Parallel(), device="cpu"), *args)
+        result = worker(Mesh(parallel, device="cpu"), *args)
         torch.save(result, folder / f"{rank}.result")
     except BaseException:
         (folder / f"{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")

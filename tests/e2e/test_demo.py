@@ -132,7 +132,7 @@ BAD_COMMANDS: list[tuple[list[str], str]] = [
     (["train.py", "nowhere.toml"], "nowhere.toml: no such config file"),
     (["train.py", str(DEMO), "--draft.tt_steps", "3"], "did you mean draft.ttt_steps?"),
     (["train.py", str(DEMO), "--data.task", "spel_backward"], "spell_backward"),
-    (["train.py", str(DEMO), "--parallel.dp_shard", "2"], "needs 2 ranks, but there are 1"),
+    (["train.py", str(DEMO), "--parallel.dp_shard", "2"], "need 2 ranks, but there are 1"),
     (["train.py", str(DEMO), "--draft.aux_layers", "[1, 2, 9]"], "three ascending ids from 0 to 4"),
     (["train.py", str(DEMO), "--rollout.max_new_tokens", "120"], "at most 8 fit; raise model.max_len"),
     (["rollout.py", "generate", str(DEMO), "--out", "no/where/x.jsonl"], "its folder does not exist"),

@@ -25,10 +25,10 @@ from torchspec.records import Rollout, SpecStats
 class TwoEqualRanks:
     """Stands in for a mesh on which another rank recorded the same."""
 
-    def sum_over_dp(self, value: torch.Tensor) -> torch.Tensor:
+    def sum_over_world(self, value: torch.Tensor) -> torch.Tensor:
         return 2 * value
 
-    def max_over_dp(self, value: torch.Tensor) -> torch.Tensor:
+    def max_over_world(self, value: torch.Tensor) -> torch.Tensor:
         return value
 
 

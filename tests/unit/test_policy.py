@@ -249,7 +249,11 @@ def test_world_of_one_is_sharded_and_equal(folder: Path) -> None:
     try:
         sharded = hf.load_policy(folder, spec, mesh, torch.float32)
         assert (mesh.rank, mesh.world_size, mesh.dp_rank, mesh.is_main) == (0, 1, 0, True)
-        assert float(mesh.sum_over_dp(torch.tensor(3.0))) == float(mesh.max_over_dp(torch.tensor(3.0))) == 3.0
+        assert (
+            float(mesh.sum_over_world(torch.tensor(3.0)))
+            == float(mesh.max_over_world(torch.tensor(3.0)))
+            == 3.0
+        )
         for policy in (plain, sharded):
             policy(batch, temperature=1.0, logprob_rows=16).logprobs.sum().backward()
         full = {name: p.grad.full_tensor() for name, p in sharded.named_parameters()}
@@ -259,8 +263,12 @@ def test_world_of_one_is_sharded_and_equal(folder: Path) -> None:
 
 
 def test_wrong_world_size() -> None:
-    with pytest.raises(ConfigError, match=r"dp_shard = 2 needs 2 ranks, but there are 1;.*-1"):
+    with pytest.raises(ConfigError, match=r"dp_shard = 2 need 2 ranks, but there are 1; start torchrun"):
         Mesh(Parallel(dp_shard=2), device="cpu")
+    with pytest.raises(
+        ConfigError, match=r"parallel.cp = 4 and .* need a multiple of 4 ranks, but there are 1"
+    ):
+        Mesh(Parallel(cp=4), device="cpu")
 
 
 def test_init_is_seeded_and_leaves_the_global_generator_alone() -> None:

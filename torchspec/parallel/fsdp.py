@@ -12,7 +12,7 @@ from torchspec.mesh import Mesh
 
 
 def shard(module: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, compute_dtype: torch.dtype) -> None:
-    """Shard `module` in place over the data-parallel ranks, also where there is only one.
+    """Shard `module` in place over the ranks of dp_shard and cp, also where there is only one.
 
     Each of `layers` is gathered for its own forward and backward; what `module` holds besides is one more
     unit. Parameters become DTensors in their own dtype (the master weights), are gathered in
@@ -30,7 +30,7 @@ def shard(module: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, compute_dt
         cast_forward_inputs=False,
     )
     for unit in (*layers, module):
-        fsdp = fully_shard(unit, mesh=mesh.dp_mesh, mp_policy=precision, reshard_after_forward=True)
+        fsdp = fully_shard(unit, mesh=mesh.fsdp_mesh, mp_policy=precision, reshard_after_forward=True)
         fsdp.set_gradient_divide_factor(1.0)
         # A plain SUM: gloo lacks the PREMUL_SUM that FSDP2 would use for a divide factor.
         fsdp.set_force_sum_reduction_for_comms(True)
