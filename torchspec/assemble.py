@@ -179,7 +179,7 @@ def _checkpoint_spec(folder: Path, policy: PolicySpec) -> DraftSpec:
 
 
 def build_draft(config: Config, mesh: Mesh, spec: DraftSpec, text: Counter[int], keep: list[int]) -> Eagle3:
-    """The draft, sharded: random (the same on every rank) or from draft.init.
+    """The draft, sharded: random (the same on every rank) or from draft.init; masters as the policy's.
 
     Args:
         text: how often each token occurs in the training text; decides a random draft's reduced vocabulary.
@@ -190,8 +190,8 @@ def build_draft(config: Config, mesh: Mesh, spec: DraftSpec, text: Counter[int],
         counts = torch.tensor([text[token] for token in range(spec.vocab_size)])
         d2t = build_d2t(counts, spec.draft_vocab_size, keep)
     torch.manual_seed(config.run.seed + 1)
-    draft = Eagle3(spec, d2t).to(mesh.device)
-    shard(draft, [], mesh, compute_dtype(config))
+    draft = Eagle3(spec, d2t).to(mesh.device, torch.promote_types(compute_dtype(config), torch.float32))
+    shard(draft, [], mesh, compute_dtype(config), methods=["trunk"])
     if config.draft.init != "random":
         load_draft(draft, Path(config.draft.init))
     return draft

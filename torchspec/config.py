@@ -98,6 +98,8 @@ class Draft:
     """Hidden width of the draft's feed-forward; 0: the policy's."""
     loss_rows: int = 1024
     """Rows of head and soft cross-entropy computed at a time; logits never exist for more."""
+    row_block: int = 0
+    """Rows that go through their K passes at a time, exactly; memory of the passes grows with it. 0: all."""
     optim: Optim = field(default_factory=lambda: Optim(lr=1e-4))
 
 
@@ -223,8 +225,9 @@ class Parallel:
     """Context parallelism: ranks that share every pack, each with its rows."""
     pp: int = 1
     """Pipeline parallelism: stages the policy's layers are split into."""
-    attention: Literal["auto", "ring", "gather"] = "auto"
-    """cp > 1: keys and values travel a ring, or are gathered; auto: gathered where 4 GB hold them."""
+    attention: Literal["auto", "ring", "gather", "passq"] = "auto"
+    """cp > 1, the policy's layers: keys and values ride a ring or are gathered, or queries travel; auto: by
+    bytes sent, gathered only where 4 GB hold all layers' (docs/attention.md)."""
 
 
 @dataclass(kw_only=True, slots=True)

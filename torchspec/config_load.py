@@ -140,6 +140,7 @@ _AT_LEAST: dict[str, float] = {
     "draft.kv_heads": 0,
     "draft.ffn_dim": 0,
     "draft.loss_rows": 1,
+    "draft.row_block": 0,
     "data.size": 0,
     "data.eval_size": 0,
     "rollout.problems_per_step": 1,

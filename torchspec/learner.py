@@ -16,12 +16,15 @@ from torch import Tensor
 
 from torchspec import packing
 from torchspec.assemble import compute_dtype
+from torchspec.attention import Traffic, choose_transport
 from torchspec.config import Config
-from torchspec.draft.trainer import DraftTrainer, pass_counts
+from torchspec.draft.blocks import pass_counts
+from torchspec.draft.trainer import DraftTrainer
 from torchspec.mesh import Mesh
 from torchspec.metrics import Meter
 from torchspec.models.policy import Policy, PolicyOutput
 from torchspec.optim import ModelOptimizer
+from torchspec.parallel.context import local_rows
 from torchspec.policy_loss import policy_loss, supervised_loss
 from torchspec.records import Batch, Rollout, Taps
 
@@ -59,11 +62,13 @@ class Learner:
         self.policy_optimizer = policy_optimizer
         self.draft = draft
         self.reference = reference
+        self.transport = self._transport() if mesh.cp_size > 1 else "ring"
         self._seconds = {"policy": 0.0, "draft": 0.0}
 
     def reinforce(self, rollouts: Sequence[Rollout], meter: Meter, train_draft: bool) -> None:
         """rl.minibatches GRPO updates on this rank's rollouts; the draft takes part if `train_draft`."""
         count = self.config.rl.minibatches
+        rollouts = self.mesh.gather_replica(list(rollouts))
         parts = [self._packs(part) for part in packing.minibatches(rollouts, count)]
         # With a single update the policy of the ratio's denominator is the one being trained.
         old = [self._score(self.policy, packs) if count > 1 else None for packs in parts]
@@ -77,7 +82,7 @@ class Learner:
 
     def supervise(self, examples: Sequence[Rollout], meter: Meter, train_draft: bool) -> None:
         """One maximum-likelihood update on given responses."""
-        packs = self._packs(examples)
+        packs = self._packs(self.mesh.gather_replica(list(examples)))
         tokens = self._global_tokens(packs)
 
         def loss(index: int, output: PolicyOutput, batch: Batch) -> Tensor:
@@ -110,12 +115,34 @@ class Learner:
         return loss
 
     def _packs(self, rollouts: Sequence[Rollout]) -> list[Batch]:
-        """This rank's packs, as many on every rank: each forward is a collective under FSDP."""
+        """This rank's rows of its replica's packs, as many on every rank: each forward is a collective.
+
+        Args:
+            rollouts: the replica's, in the same order on all of its ranks.
+        """
         size = self.config.train.pack_tokens
         lengths = [len(r.prompt_tokens) + len(r.tokens) for r in rollouts]
         needed = packing.num_packs_needed(lengths, size)
         count = int(self.mesh.max_over_world(torch.tensor([needed])).item())
-        return [batch.to(self.mesh.device) for batch in packing.pack(rollouts, size, count)]
+        group = self.mesh.cp_group
+        return [
+            local_rows(batch, group, self.transport).to(self.mesh.device)
+            for batch in packing.pack(rollouts, size, count)
+        ]
+
+    def _transport(self) -> str:
+        spec, tokens = self.policy.spec, self.config.train.pack_tokens
+        traffic = Traffic(
+            tokens=tokens,
+            queries=tokens,
+            size=self.mesh.cp_size,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            itemsize=compute_dtype(self.config).itemsize,
+            layers=spec.layers,
+        )
+        return choose_transport(traffic, self.config.parallel.attention)
 
     def _global_tokens(self, packs: list[Batch]) -> float:
         valid = torch.stack([batch.target_mask.sum() for batch in packs]).sum()
@@ -156,7 +183,7 @@ class Learner:
         self, draft: DraftTrainer, packs: list[Batch], meter: Meter
     ) -> Callable[[Batch, Taps], None]:
         """What trains the draft on one pack, given the pack's taps and the update's global denominators."""
-        counts = torch.stack([pass_counts(batch, len(draft.pass_weights)) for batch in packs]).sum(0)
+        counts = torch.stack([pass_counts(batch, draft.passes) for batch in packs]).sum(0)
         denominator = draft.denominator(self.mesh.sum_over_fsdp(counts))
         head = self.policy.head_weight(compute_dtype(self.config))
         # A pack's loss is a share of the update's: over packs and ranks the counts add up to one.

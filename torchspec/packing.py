@@ -23,7 +23,7 @@ def make_batch(rollouts: Sequence[Rollout]) -> Batch:
     """
     tokens: list[int] = []
     positions: list[int] = []
-    generated: list[bool] = []
+    chain: list[int] = []
     targets: list[int] = []
     target_mask: list[bool] = []
     logprobs: list[float] = []
@@ -41,7 +41,8 @@ def make_batch(rollouts: Sequence[Rollout]) -> Batch:
         head, tail = before - 1, 1
         tokens += document
         positions += range(len(document))
-        generated += [False] * before + [True] * response
+        # Row i's chain starts at token i + 2, which must be a sampled one.
+        chain += [max(0, len(document) - i - 2) if i + 2 >= before else 0 for i in range(len(document))]
         targets += [*document[1:], 0]
         target_mask += [False] * head + [r.train] * response + [False] * tail
         logprobs += [0.0] * head + r.logprobs + [0.0] * tail
@@ -50,11 +51,11 @@ def make_batch(rollouts: Sequence[Rollout]) -> Batch:
     return Batch(
         tokens=torch.tensor(tokens, dtype=torch.int64),
         positions=torch.tensor(positions, dtype=torch.int64),
-        generated=torch.tensor(generated, dtype=torch.bool),
         targets=torch.tensor(targets, dtype=torch.int64),
         target_mask=torch.tensor(target_mask, dtype=torch.bool),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         advantages=torch.tensor(advantages, dtype=torch.float32),
+        chain=torch.tensor(chain, dtype=torch.int64),
         cu_seqlens=torch.tensor(ends, dtype=torch.int32),
     )
 

@@ -79,7 +79,7 @@ def policy_loss(
         loss=torch.where(mask, per_token, zero).sum() / denominator,
         tokens=mask.sum(),
         sums={name: torch.where(mask, value.detach(), zero).sum() for name, value in sums.items()},
-        max_ratio=torch.where(mask, ratio.detach(), zero).max(),
+        max_ratio=torch.cat([ratio.detach()[mask], zero[None]]).max(),  # a rank may have no row
     )
 
 

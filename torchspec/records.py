@@ -6,8 +6,8 @@ Shape letters: T tokens of a pack, E policy model dim, V vocabulary, K passes of
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:  # `import torchspec` stays cheap: torch is only needed for annotations here
     import torch
@@ -105,46 +105,63 @@ class Rollout:
 class Batch:
     """One pack: a flat stream of whole documents. There is no padded form anywhere (design D1).
 
-    A document is a prompt followed by its response. Every array but `generated` is *row-aligned*: row i
-    holds what concerns the prediction of the document's next token, `targets[i] == tokens[i + 1]`; the
-    last row of a document has target 0 and `target_mask` False. `generated` is token-aligned: True where
-    `tokens[i]` was sampled by the policy. All shifts are made here, per document, never on a shard.
+    A document is a prompt followed by its response. Every array is *row-aligned*: row i holds what concerns
+    the prediction of the document's next token, `targets[i] == tokens[i + 1]`; the last row of a document
+    has target 0 and `target_mask` False. `chain[i]` counts the tokens from the document's i + 2 on that the
+    policy sampled without a gap: the draft is trained on row i in passes 1 to `chain[i]`, since a chain of
+    drafts ends at the first token the policy did not sample.
+
+    All shifts are made here, per document. Under context parallelism a rank then keeps some rows of every
+    array (`parallel.context.local_rows`), while `cu_seqlens` stays that of the whole pack.
 
     Example: documents [7 8 | 9 2] and [7 | 3 2], prompt | response, advantages +1 and -1:
         tokens           7   8   9   2   7   3   2      int64 [T]
         positions        0   1   2   3   0   1   2      int64 [T]
-        generated        F   F   T   T   F   T   T      bool  [T]
         targets          8   9   2   0   3   2   0      int64 [T]
         target_mask      F   T   T   F   T   T   F      bool  [T]
         rollout_logprobs 0  -1  -.1  0 -.5 -.2   0      fp32  [T]
         advantages       0   1   1   0  -1  -1   0      fp32  [T]
+        chain            2   1   0   0   1   0   0      int64 [T], always on CPU
         cu_seqlens       0 4 7                          int32 [documents + 1], always on CPU
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    generated: torch.Tensor
     targets: torch.Tensor
     target_mask: torch.Tensor
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
+    chain: torch.Tensor
     cu_seqlens: torch.Tensor
+    group: str = ""
+    """Name of the process group whose ranks hold the pack's other rows; "": this rank holds all."""
+    transport: str = "ring"
+    """How the policy's keys and values cross that group: "ring", "gather" or "passq"."""
 
     def to(self, device: torch.device) -> Batch:
-        """Move to `device`; `cu_seqlens` stays on the host, where the plans are made."""
-        moved = {name: getattr(self, name) for name in self.__slots__}
-        return Batch(
-            **{k: v if k == "cu_seqlens" else v.to(device, non_blocking=True) for k, v in moved.items()}
-        )
+        """Move to `device`; `chain` and `cu_seqlens` stay on the host, where the work is planned."""
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in self.DEVICE_ROWS}
+        return replace(self, **moved)
+
+    DEVICE_ROWS: ClassVar[tuple[str, ...]] = (
+        "tokens",
+        "positions",
+        "targets",
+        "target_mask",
+        "rollout_logprobs",
+        "advantages",
+    )
+    """Names of the row-aligned arrays that live on the trainer's device."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Taps:
     """Policy activations the draft consumes, always detached (design D4).
 
-    `embeds[i]` is the policy's embedding of `tokens[i]`; `aux[j][i]` the hidden state entering layer
-    `aux_layers[j]` (0-based, so id l is the output of layer l - 1, vLLM's convention); `final[i]` the
-    hidden state after the last norm, whose product with the head gives the teacher's logits.
+    Row by row as the batch they belong to: `embeds[i]` is the policy's embedding of `tokens[i]`; `aux[j][i]`
+    the hidden state entering layer `aux_layers[j]` (0-based, so id l is the output of layer l - 1, vLLM's
+    convention); `final[i]` the hidden state after the last norm, whose product with the head gives the
+    teacher's logits.
 
     Example: a pack of T = 7 tokens and a policy of width E = 64 with aux layers (1, 2, 3):
         Taps(embeds=[7, 64], aux=([7, 64], [7, 64], [7, 64]), final=[7, 64])

@@ -229,6 +229,7 @@ class Trainer:
                 passes=config.draft.ttt_steps,
                 pass_decay=config.draft.pass_decay,
                 loss_rows=config.draft.loss_rows,
+                row_block=config.draft.row_block,
             )
             optimizer = ModelOptimizer("draft", self.draft, config.draft.optim, draft_updates)
             draft = DraftLearner(trainer, optimizer)

@@ -93,6 +93,7 @@ def build(mesh: Mesh, base: Path, config: Config) -> tuple[Learner, dict[str, di
         passes=config.draft.ttt_steps,
         pass_decay=config.draft.pass_decay,
         loss_rows=config.draft.loss_rows,
+        row_block=config.draft.row_block,
     )
     return Learner(config, mesh, policy, sides["policy"], DraftLearner(trainer, sides["draft"])), seen
 

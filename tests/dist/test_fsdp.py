@@ -35,11 +35,11 @@ def pack(lengths: list[int], vocab: int, seed: int, masked: bool = False) -> Bat
     return Batch(
         tokens=tokens,
         positions=torch.cat([torch.arange(n) for n in lengths]),
-        generated=mask,
         targets=tokens.roll(-1),
         target_mask=mask,
         rollout_logprobs=torch.zeros(total),
         advantages=torch.zeros(total),
+        chain=torch.zeros(total, dtype=torch.int64),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
     )
 

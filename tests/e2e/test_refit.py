@@ -24,6 +24,7 @@ from checkpoints import (
 )
 from safetensors.torch import load_file
 
+from torchspec.attention import branch_attention
 from torchspec.draft.eagle3 import DraftSpec, Eagle3
 from torchspec.draft.vocab import target_ids
 from torchspec.export import export_draft
@@ -169,12 +170,14 @@ def greedy_chains(
     Row i follows token i + 1.
     """
     hidden, stash, chains, margins = draft._project(list(taps.aux)), [], [], []
-    newest = batch.tokens.roll(-1)
+    newest, layer = batch.tokens.roll(-1), draft.midlayer
     for d in range(K):
-        hidden, key_value = draft.midlayer(
-            embedding[newest], hidden, batch.positions + d, stash, batch.cu_seqlens
-        )
-        stash.append(key_value)
+        x, positions = layer.inputs(embedding[newest], hidden), batch.positions + d
+        stash.append(layer.self_attn.keys(x, positions))
+        keys, values = map(list, zip(*stash))
+        q = layer.self_attn.queries(x, positions)
+        attended, _ = branch_attention(q, keys[0], values[0], keys[1:], values[1:], batch.cu_seqlens)
+        hidden = layer.outputs(hidden, attended)
         normed = draft.norm(hidden)
         if draft.spec.norm_output:
             hidden = normed
@@ -193,11 +196,11 @@ def one_document(rollout: Rollout) -> Batch:
     return Batch(
         tokens=ids,
         positions=torch.arange(len(ids)),
-        generated=nothing.bool(),
         targets=nothing.long(),
         target_mask=nothing.bool(),
         rollout_logprobs=nothing,
         advantages=nothing,
+        chain=nothing.long(),
         cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32),
     )
 

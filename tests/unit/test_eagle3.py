@@ -5,12 +5,16 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from torchspec.config import ConfigError
+from torchspec.attention import local_plan
+from torchspec.config import ConfigError, Parallel
 from torchspec.draft import eagle3
-from torchspec.draft.eagle3 import DraftSpec, Eagle3, pass_mask
-from torchspec.draft.trainer import DraftTrainer, pass_counts
+from torchspec.draft import trainer as trainer_module
+from torchspec.draft.blocks import make_blocks, pass_counts
+from torchspec.draft.eagle3 import DraftSpec, Eagle3
+from torchspec.draft.trainer import DraftTrainer
+from torchspec.mesh import Mesh
+from torchspec.parallel.fsdp import shard
 from torchspec.records import Batch, Taps
 
 SPEC = DraftSpec(
@@ -35,17 +39,19 @@ DOCUMENTS = ["ppgggggggggg", "p", "pgg", "ppgggpgggggg", "gggg"]
 
 def make_batch(documents):
     """Documents as strings, a letter per token: p given, g generated. Only what the draft reads is filled."""
-    generated = torch.tensor([letter == "g" for letter in "".join(documents)], dtype=torch.bool)
     lengths = torch.tensor([0, *map(len, documents)])
-    zeros = torch.zeros(len(generated))
+    chain = [
+        len(text[i + 2 :]) - len(text[i + 2 :].lstrip("g")) for text in documents for i in range(len(text))
+    ]
+    zeros = torch.zeros(len(chain))
     return Batch(
         tokens=zeros.long(),
         positions=torch.tensor([i for text in documents for i in range(len(text))], dtype=torch.int64),
-        generated=generated,
         targets=zeros.long(),
         target_mask=zeros.bool(),
         rollout_logprobs=zeros,
         advantages=zeros,
+        chain=torch.tensor(chain, dtype=torch.int64),
         cu_seqlens=lengths.cumsum(0).to(torch.int32),
     )
 
@@ -164,9 +170,9 @@ def dense_losses(draft, documents, taps, head, passes, denominator):
 
 
 # ------------------------------------------------------------------------------------------ the tests
-def run(draft, documents, taps, head, passes, loss_rows=5):
+def run(draft, documents, taps, head, passes, loss_rows=5, row_block=0):
     """Our loss, sums and gradients (by name)."""
-    trainer = DraftTrainer(draft, passes=passes, pass_decay=DECAY, loss_rows=loss_rows)
+    trainer = DraftTrainer(draft, passes=passes, pass_decay=DECAY, loss_rows=loss_rows, row_block=row_block)
     batch = make_batch(documents)
     draft.zero_grad()
     stats = trainer.backward(batch, taps, head, trainer.denominator(pass_counts(batch, passes)))
@@ -202,12 +208,12 @@ def test_equals_dense_in_every_variant(fc_norm, norm_output, draft_vocab_size):
     assert_equals_dense(dataclasses.replace(SPEC, **variant), passes=4)
 
 
-def drop_a_diagonal(q, k, v, branch_k, branch_v, cu):
-    return BRANCH_ATTENTION(q, k, v, branch_k[1:], branch_v[1:], cu)
+def drop_a_diagonal(q, trunk, branch_k, branch_v, cu, **place):
+    return TRUNK_ATTENTION(q, trunk, branch_k[1:], branch_v[1:], cu, **place)
 
 
-def ignore_documents(q, k, v, branch_k, branch_v, cu):
-    return BRANCH_ATTENTION(q, k, v, branch_k, branch_v, cu[[0, -1]])
+def ignore_documents(q, trunk, branch_k, branch_v, cu, **place):
+    return TRUNK_ATTENTION(q, trunk, branch_k, branch_v, cu[[0, -1]], **place)
 
 
 def rope_without_the_pass(x, positions, theta):
@@ -218,39 +224,59 @@ def rope_of_queries_one_too_far(x, positions, theta):
     return ROTATE(x, positions + (x.shape[1] == SPEC.heads), theta)
 
 
-def mask_by_the_label_only(batch, passes):
-    last, row = eagle3.document_ends(batch), torch.arange(len(batch.tokens))
-    labels = [row + d + 1 for d in range(1, passes + 1)]
-    return torch.stack([(label <= last) & batch.generated[torch.minimum(label, last)] for label in labels])
+def swap_two_anchors(batch, plan, passes, row_block):
+    blocks = MAKE_BLOCKS(batch, plan, passes, row_block)
+    blocks[0].rows[:2] = blocks[0].rows[:2].flip(0)
+    return blocks
 
 
-BRANCH_ATTENTION, ROTATE = eagle3.branch_attention, eagle3.rotate
+def score_a_chain_beyond_its_end(batch, plan, passes, row_block):
+    longer = dataclasses.replace(batch, chain=batch.chain + (batch.chain > 0))
+    return MAKE_BLOCKS(longer, plan, passes, row_block)
+
+
+def embeds_one_too_far(batch, plan, passes, row_block):
+    further = MAKE_BLOCKS(batch, plan, passes + 1, row_block)
+    return [
+        dataclasses.replace(b, newest=b.newest[1:], scored=b.scored[:-1], teacher=b.teacher[:-1])
+        for b in further
+    ]
+
+
+TRUNK_ATTENTION, ROTATE, MAKE_BLOCKS = eagle3.trunk_attention, eagle3.rotate, trainer_module.make_blocks
 MUTATIONS = [
-    ("branch_attention", drop_a_diagonal),
-    ("branch_attention", ignore_documents),
-    ("rotate", rope_without_the_pass),
-    ("rotate", rope_of_queries_one_too_far),
-    ("pass_mask", mask_by_the_label_only),
+    (eagle3, "trunk_attention", drop_a_diagonal),
+    (eagle3, "trunk_attention", ignore_documents),
+    (eagle3, "rotate", rope_without_the_pass),
+    (eagle3, "rotate", rope_of_queries_one_too_far),
+    (trainer_module, "make_blocks", swap_two_anchors),
+    (trainer_module, "make_blocks", score_a_chain_beyond_its_end),
+    (trainer_module, "make_blocks", embeds_one_too_far),
 ]
 
 
-@pytest.mark.parametrize(("name", "mutant"), MUTATIONS, ids=[m.__name__ for _, m in MUTATIONS])
-def test_the_comparison_catches(name, mutant, monkeypatch):
-    monkeypatch.setattr(eagle3, name, mutant)
+@pytest.mark.parametrize(("module", "name", "mutant"), MUTATIONS, ids=[m.__name__ for *_, m in MUTATIONS])
+def test_the_comparison_catches(module, name, mutant, monkeypatch):
+    monkeypatch.setattr(module, name, mutant)
     with pytest.raises(AssertionError):
         assert_equals_dense(SPEC, passes=3, tol=1e-6)
 
 
-def test_pass_mask_literally():
-    assert pass_mask(make_batch(["pggg", "pgpgg"]), 3).int().tolist() == [
-        [1, 1, 0, 0, 0, 1, 1, 0, 0],
-        [1, 0, 0, 0, 0, 1, 0, 0, 0],
-        [0, 0, 0, 0, 0, 0, 0, 0, 0],
-    ]
+def test_scored_rows_literally():
+    batch = make_batch(["pggg", "pgpgg"])
+    assert pass_counts(batch, 3).tolist() == [4, 2, 0]
+    (block,) = make_blocks(batch, local_plan(batch.cu_seqlens, ""), 3, 0)
+    assert block.rows.tolist() == [0, 1, 5, 6]
+    assert block.ranges.tolist() == [[0, 2], [5, 7]]
+    assert [x.tolist() for x in block.scored] == [[0, 1, 2, 3], [0, 2], []]
+    assert [x.tolist() for x in block.teacher] == [[1, 2, 6, 7], [2, 7], []]
+    one, two = make_blocks(batch, local_plan(batch.cu_seqlens, ""), 3, 3)
+    assert [one.rows.tolist(), two.rows.tolist()] == [[0, 1, 5], [6]]
+    assert [x.tolist() for x in two.scored] == [[0], [], []]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pass_mask_by_brute_force(seed):
+def test_scored_rows_by_brute_force(seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (4,), generator=generator).tolist()
     documents = ["".join("pgg"[i] for i in torch.randint(3, (n,), generator=generator)) for n in lengths]
@@ -258,7 +284,13 @@ def test_pass_mask_by_brute_force(seed):
     for d, row, _ in dense_valid(documents, 5):
         expected[d - 1, row] = True
     batch = make_batch(documents)
-    assert torch.equal(pass_mask(batch, 5), expected)
+    found = torch.zeros_like(expected)
+    for block in make_blocks(batch, local_plan(batch.cu_seqlens, ""), 5, row_block=seed % 4):
+        for d in range(5):
+            rows = block.rows[block.scored[d]]
+            found[d, rows] = True
+            assert torch.equal(block.teacher[d], rows + d + 1)
+    assert torch.equal(found, expected)
     assert torch.equal(pass_counts(batch, 5), expected.sum(1))
 
 
@@ -296,6 +328,17 @@ def test_a_document_changes_nothing_in_others():
     assert torch.equal(before.loss, after.loss)
     assert torch.equal(before.sums, after.sums)
     assert all(torch.equal(grads[name], grads_after[name]) for name in grads)
+
+
+@pytest.mark.parametrize("row_block", [1, 2, 5, 19])
+def test_row_blocks_do_not_matter(row_block):
+    draft, head, taps = make_draft(), head_weight(), make_taps(sum(map(len, DOCUMENTS)))
+    whole, grads = run(draft, DOCUMENTS, taps, head, passes=7)
+    split, grads_split = run(draft, DOCUMENTS, taps, head, passes=7, row_block=row_block)
+    torch.testing.assert_close(split.loss, whole.loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(split.sums, whole.sums, rtol=1e-12, atol=0)
+    for name in grads:
+        torch.testing.assert_close(grads_split[name], grads[name], rtol=1e-11, atol=1e-13)
 
 
 def test_chunking_of_the_loss_does_not_matter():
@@ -364,22 +407,20 @@ def test_learns_its_teacher():
 
 @pytest.fixture
 def lone_world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    mesh = Mesh(Parallel(), "cpu")
+    yield mesh
+    mesh.close()
 
 
+@pytest.mark.parametrize("row_block", [0, 4])
 @pytest.mark.parametrize("documents", [DOCUMENTS, ["ppp"]], ids=["packed", "nothing generated"])
-def test_fsdp_finds_the_loss(lone_world, documents):
+def test_fsdp_finds_the_loss(lone_world, documents, row_block):
     """Wrapped at the root, the same gradients arrive as sharded ones, for an empty microbatch too."""
-    from torch.distributed.fsdp import fully_shard
-
     taps, head = make_taps(sum(map(len, documents))), head_weight()
-    stats, grads = run(make_draft(), documents, taps, head, passes=3)
+    stats, grads = run(make_draft(), documents, taps, head, passes=3, row_block=row_block)
     draft = make_draft()
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    fully_shard(draft, mesh=mesh)
-    sharded_stats, sharded = run(draft, documents, taps, head, passes=3)
+    shard(draft, [], lone_world, torch.float64, methods=["trunk"])
+    sharded_stats, sharded = run(draft, documents, taps, head, passes=3, row_block=row_block)
     assert torch.equal(sharded_stats.sums, stats.sums)
     for name, grad in grads.items():
         assert torch.equal(sharded[name].full_tensor(), grad)

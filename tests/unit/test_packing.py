@@ -46,18 +46,20 @@ def rollout_lists(draw, min_size=1):
 
 
 def brute_force_rows(r: Rollout) -> list[tuple]:
-    """Per row: token, position, generated, target, mask, logprob, advantage; straight from the definition."""
+    """Per row: token, position, target, mask, logprob, advantage, chain; straight from the definition."""
     document = r.prompt_tokens + r.tokens
     rows = []
     for i, token in enumerate(document):
-        is_generated = i >= len(r.prompt_tokens)
         target, mask, logprob, advantage = 0, False, 0.0, 0.0
         if i + 1 < len(document):
             target = document[i + 1]
             j = i + 1 - len(r.prompt_tokens)  # the row's target is response token j
             if j >= 0:
                 mask, logprob, advantage = r.train, r.logprobs[j], r.advantage
-        rows.append((token, i, is_generated, target, mask, logprob, advantage))
+        chain = 0
+        while len(r.prompt_tokens) <= i + 2 + chain < len(document):
+            chain += 1
+        rows.append((token, i, target, mask, logprob, advantage, chain))
     return rows
 
 
@@ -66,11 +68,11 @@ def batch_rows(batch: Batch) -> list[list[tuple]]:
     columns = (
         batch.tokens,
         batch.positions,
-        batch.generated,
         batch.targets,
         batch.target_mask,
         batch.rollout_logprobs,
         batch.advantages,
+        batch.chain,
     )
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
     ends = batch.cu_seqlens.tolist()
@@ -89,16 +91,14 @@ def test_the_documented_example():
     f, t = False, True
     assert batch.tokens.tolist() == [7, 8, 9, 2, 7, 3, 2]
     assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert batch.generated.tolist() == [f, f, t, t, f, t, t]
     assert batch.targets.tolist() == [8, 9, 2, 0, 3, 2, 0]
     assert batch.target_mask.tolist() == [f, t, t, f, t, t, f]
     assert torch.equal(batch.rollout_logprobs, torch.tensor([0, -1, -0.1, 0, -0.5, -0.2, 0]))
     assert batch.advantages.tolist() == [0, 1, 1, 0, -1, -1, 0]
+    assert batch.chain.tolist() == [2, 1, 0, 0, 1, 0, 0]
     assert batch.cu_seqlens.tolist() == [0, 4, 7]
-    dtypes = [getattr(batch, name).dtype for name in Batch.__slots__]
-    assert dtypes == [torch.int64] * 2 + [torch.bool, torch.int64, torch.bool] + [torch.float32] * 2 + [
-        torch.int32
-    ]
+    dtypes = [getattr(batch, name).dtype for name in (*Batch.DEVICE_ROWS, "chain", "cu_seqlens")]
+    assert dtypes == [torch.int64] * 3 + [torch.bool] + [torch.float32] * 2 + [torch.int64, torch.int32]
 
 
 @given(rollout_lists())
@@ -106,9 +106,9 @@ def test_make_batch_equals_brute_force(rollouts):
     assert batch_rows(make_batch(rollouts)) == [brute_force_rows(r) for r in rollouts]
 
 
-def test_untrained_responses_are_generated_but_masked():
+def test_untrained_responses_are_masked_but_drafted():
     batch = make_batch([rollout([1, 2], [3, 4], train=False)])
-    assert batch.generated.tolist() == [False, False, True, True]
+    assert batch.chain.tolist() == [2, 1, 0, 0]
     assert batch.targets.tolist() == [2, 3, 4, 0]
     assert not batch.target_mask.any()
 

@@ -89,11 +89,11 @@ def pack(lengths: list[int], seed: int = 0) -> Batch:
     return Batch(
         tokens=tokens,
         positions=torch.cat([torch.arange(n) for n in lengths]),
-        generated=mask,
         targets=torch.cat([torch.cat([doc[1:], doc.new_zeros(1)]) for doc in docs]),
         target_mask=mask,
         rollout_logprobs=torch.zeros(total),
         advantages=torch.zeros(total),
+        chain=torch.zeros(total, dtype=torch.int64),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
     )
 
@@ -153,7 +153,7 @@ def test_packed_documents_equal_separate_runs(kind: str, tmp_path: Path) -> None
         part = slice(rows, rows + length)
         rows += length
         doc = Batch(
-            **{name: getattr(batch, name)[part] for name in Batch.__slots__ if name != "cu_seqlens"},
+            **{name: getattr(batch, name)[part] for name in (*Batch.DEVICE_ROWS, "chain")},
             cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
         )
         alone = policy(doc, temperature=1.0, logprob_rows=64, aux_layers=(1,))

@@ -37,11 +37,11 @@ def batch_of(pack: dict[str, torch.Tensor]) -> Batch:
     return Batch(
         tokens=ids,
         positions=ids,
-        generated=pack["mask"],
         targets=ids,
         target_mask=pack["mask"],
         rollout_logprobs=pack["engine"],
         advantages=pack["advantages"],
+        chain=ids,
         cu_seqlens=torch.tensor([0, T], dtype=torch.int32),
     )
 

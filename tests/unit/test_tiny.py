@@ -65,11 +65,11 @@ def test_transformers_computes_the_same(folder: Path) -> None:
     batch = Batch(
         tokens=tokens,
         positions=torch.arange(40),
-        generated=mask,
         targets=tokens.roll(-1),
         target_mask=mask,
         rollout_logprobs=torch.zeros(40),
         advantages=torch.zeros(40),
+        chain=torch.zeros(40, dtype=torch.int64),
         cu_seqlens=torch.tensor([0, 40], dtype=torch.int32),
     )
     with torch.no_grad():

@@ -1,7 +1,8 @@
 """Attention of packed documents: exact, packed causal, with row-local branches, over one rank or many."""
 
-from torchspec.attention.context import context_attention, save_ops
+from torchspec.attention.context import Context, context_attention, layer_attention, save_ops
 from torchspec.attention.gather import Trunk, trunk_attention, trunk_gather
+from torchspec.attention.halo import local_plan, with_halo
 from torchspec.attention.ops import branch_attention, packed_attention
 from torchspec.attention.passq import branch_attention_passq
 from torchspec.attention.plan import Plan, build_plan
@@ -9,6 +10,7 @@ from torchspec.attention.ring import branch_ring_attention
 from torchspec.attention.transport import Traffic, choose_transport
 
 __all__ = [
+    "Context",
     "Plan",
     "Traffic",
     "Trunk",
@@ -18,8 +20,11 @@ __all__ = [
     "build_plan",
     "choose_transport",
     "context_attention",
+    "layer_attention",
+    "local_plan",
     "packed_attention",
     "save_ops",
     "trunk_attention",
     "trunk_gather",
+    "with_halo",
 ]

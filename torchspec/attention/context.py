@@ -6,21 +6,47 @@ also where it has no rows. `group` is a process group's name (`mesh.get_group("c
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from torchspec.attention.gather import trunk_attention, trunk_gather
+from torchspec.attention.ops import packed_attention
 from torchspec.attention.passq import branch_attention_passq
 from torchspec.attention.ring import branch_ring_attention
 
 __all__ = [
+    "Context",
     "branch_attention_passq",
     "branch_ring_attention",
     "context_attention",
+    "layer_attention",
     "save_ops",
     "trunk_attention",
     "trunk_gather",
 ]
+
+
+class Context(NamedTuple):
+    """Of which pack a rank's rows are, and how they meet the others: what a layer's attention must know.
+
+    `cu_seqlens` is int32 [documents + 1] of the whole pack, on the CPU; `transport` as in
+    `context_attention`.
+    """
+
+    cu_seqlens: Tensor
+    group: str
+    transport: str
+
+
+def layer_attention(q: Tensor, k: Tensor, v: Tensor, context: Context, scale: float | None = None) -> Tensor:
+    """Causal attention of one layer of a language model; q [T, H, D], k and v [T, G, D] -> [T, H, D]."""
+    if not context.group:
+        return packed_attention(q, k, v, context.cu_seqlens, scale)
+    return context_attention(
+        q, k, v, context.cu_seqlens, group=context.group, transport=context.transport, scale=scale
+    )
 
 
 def context_attention(
@@ -39,14 +65,13 @@ def context_attention(
     """`packed_attention` of a pack spread over `group`: what a language model's layer calls.
 
     Args:
-        transport: "ring" or "gather"; `transport.choose_transport` decides "auto".
+        transport: "ring", "gather" or "passq"; `transport.choose_transport` decides "auto".
     """
-    if transport == "ring":
-        return branch_ring_attention(
-            q, k, v, [], [], cu_seqlens, group=group, layout=layout, window=window, scale=scale
-        )[0]
     if transport != "gather":
-        raise ValueError(f"transport is {transport!r}; a layer without branches takes ring or gather")
+        op = {"ring": branch_ring_attention, "passq": branch_attention_passq}.get(transport)
+        if op is None:
+            raise ValueError(f"transport is {transport!r}; it must be ring, gather or passq")
+        return op(q, k, v, [], [], cu_seqlens, group=group, layout=layout, window=window, scale=scale)[0]
     trunk = trunk_gather(k, v, cu_seqlens, group=group, layout=layout, tokens=tokens)
     return trunk_attention(
         q, trunk, [], [], cu_seqlens, group=group, layout=layout, window=window, scale=scale

@@ -99,7 +99,12 @@ def _trunk_gather(
 
 
 def _sink(k: Tensor, tokens: int) -> Tensor:
-    return k.new_zeros((), dtype=accumulator(k.dtype)).expand(2, tokens, *k.shape[1:])
+    # Not an expanded view: FSDP2 warns of outputs that are views.
+    shape = (2, tokens, *k.shape[1:])
+    sink = k.new_empty_strided(shape, [0] * len(shape), dtype=accumulator(k.dtype))
+    if tokens:
+        sink.as_strided((1,), (1,)).zero_()
+    return sink
 
 
 @_trunk_gather.register_fake

@@ -27,6 +27,7 @@ class Traffic:
         size: C, ranks of the group.
         itemsize: bytes of an element of q, k and v.
         passes: K, attention calls over the same trunk.
+        layers: whose gathered trunks are alive at the same time, kept for their backward.
     """
 
     tokens: int
@@ -37,6 +38,7 @@ class Traffic:
     head_dim: int
     itemsize: int
     passes: int = 1
+    layers: int = 1
 
     @property
     def _accumulator(self) -> int:
@@ -62,8 +64,8 @@ class Traffic:
 
     @property
     def gathered(self) -> int:
-        """Bytes of a gathered trunk and its gradient."""
-        return self._trunk * (self.itemsize + self._accumulator)
+        """Bytes of the gathered trunks, and of the gradient of one."""
+        return self._trunk * (self.layers * self.itemsize + self._accumulator)
 
 
 @cache
@@ -78,7 +80,7 @@ def choose_transport(traffic: Traffic, transport: str = "auto", memory_budget: i
     """
     if transport not in ("auto", *TRANSPORTS):
         raise ValueError(f"transport is {transport!r}; it must be one of auto, {', '.join(TRANSPORTS)}")
-    for name in ("size", "passes"):
+    for name in ("size", "passes", "layers"):
         if getattr(traffic, name) < 1:
             raise ValueError(f"{name} is {getattr(traffic, name)}; it must be at least 1")
     if transport != "auto":

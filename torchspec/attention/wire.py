@@ -69,6 +69,14 @@ class Wire:
         dist.all_to_all_single(out, x, group=self._group)
         return out
 
+    def swap(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """x [sum(sent), ...], rows by destination rank; returns [sum(received), ...], rows by source rank."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=self._group)
+        return out
+
 
 class Hop:
     """A transfer to the next rank, in flight. It keeps the buffer that is being sent alive."""

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchspec.attention import branch_attention
+from torchspec.attention import Trunk, trunk_attention, trunk_gather
 from torchspec.config import ConfigError
+from torchspec.draft.blocks import Block
 from torchspec.draft.loss import soft_cross_entropy
 from torchspec.draft.vocab import build_t2d, target_ids
-from torchspec.records import Batch, Taps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,36 +124,31 @@ _ONLY_SUPPORTED: dict[str, Any] = {
 }
 
 
-class DraftLosses(NamedTuple):
-    """The weighted loss of a microbatch, [], and detached sums over the valid rows of each pass, fp64 [4, K].
+class Anchors(NamedTuple):
+    """N anchors in training, and what their passes read. Row numbers as in `blocks.Block`.
 
-    The rows of `sums`: number of valid rows; their cross-entropy, overlap and top-1 agreement
+    `positions` int64 [N]; `embeds` and `final` [T + halo, E], the policy's taps; `teacher_head` [Vd, E];
+    `cu_seqlens` and `group` as in `records.Batch`. The tensors are cast to the draft's dtype where used.
+    """
+
+    block: Block
+    positions: Tensor
+    embeds: Tensor
+    final: Tensor
+    teacher_head: Tensor
+    cu_seqlens: Tensor
+    group: str
+
+
+class DraftLosses(NamedTuple):
+    """The weighted loss of some anchors, [], and detached sums over the scored rows of each pass, fp64 [4, K].
+
+    The rows of `sums`: number of scored rows; their cross-entropy, overlap and top-1 agreement
     (`SoftCrossEntropy`).
     """
 
     loss: Tensor
     sums: Tensor
-
-
-def document_ends(batch: Batch) -> Tensor:
-    """Last row of each row's document, int64 [T], on the device of `batch.tokens`."""
-    cu = batch.cu_seqlens.long()
-    return torch.repeat_interleave(cu[1:] - 1, cu.diff()).to(batch.tokens.device)
-
-
-def pass_mask(batch: Batch, passes: int) -> Tensor:
-    """Which rows are trained in each pass, bool [K, T].
-
-    Row i is valid in pass d if x_{i+2} .. x_{i+d+1} all lie in its document and were generated: a chain ends
-    at the first token the policy did not sample, as it would when serving.
-    """
-    last, row = document_ends(batch), torch.arange(len(batch.tokens), device=batch.tokens.device)
-    alive, masks = torch.ones_like(batch.generated), []
-    for d in range(1, passes + 1):
-        label = row + d + 1
-        alive = alive & (label <= last) & batch.generated[torch.minimum(label, last)]
-        masks.append(alive)
-    return torch.stack(masks)
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
@@ -182,18 +177,17 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * spec.dim, spec.kv_heads * spec.head_dim, bias=False)
         self.o_proj = nn.Linear(spec.heads * spec.head_dim, spec.dim, bias=False)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, earlier: list[KeyValue], cu_seqlens: Tensor
-    ) -> tuple[Tensor, KeyValue]:
-        """x [T, 2E] -> [T, E] and this pass's k and v, given those of the earlier passes."""
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotate(q, positions, self.rope_theta), rotate(k, positions, self.rope_theta)
-        keys, values = zip(*earlier, (k, v), strict=True)
-        out, _ = branch_attention(q, keys[0], values[0], list(keys[1:]), list(values[1:]), cu_seqlens)
-        return self.o_proj(out.flatten(1)), (k, v)
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [N, 2E] -> [N, H, D], rotated."""
+        return rotate(self._heads(self.q_proj, x), positions, self.rope_theta)
+
+    def keys(self, x: Tensor, positions: Tensor) -> KeyValue:
+        """x [N, 2E] -> what these rows add to the cache."""
+        k = rotate(self._heads(self.k_proj, x), positions, self.rope_theta)
+        return k, self._heads(self.v_proj, x)
+
+    def _heads(self, project: nn.Linear, x: Tensor) -> Tensor:
+        return project(x).unflatten(-1, (-1, self.head_dim))
 
 
 class FeedForward(nn.Module):
@@ -216,19 +210,14 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
         self.mlp = FeedForward(spec)
 
-    def forward(
-        self,
-        embeds: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        earlier: list[KeyValue],
-        cu_seqlens: Tensor,
-    ) -> tuple[Tensor, KeyValue]:
-        """embeds, hidden [T, E] -> [T, E]; the residual stream starts from `hidden` before its norm."""
-        x = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
-        attended, key_value = self.self_attn(x, positions, earlier, cu_seqlens)
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), key_value
+    def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        """embeds, hidden [N, E] -> what attention reads, [N, 2E]."""
+        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
+
+    def outputs(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """hidden [N, E], before its norm, starts the residual stream; attended [N, H, D] -> [N, E]."""
+        hidden = hidden + self.self_attn.o_proj(attended.flatten(1))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3(nn.Module):
@@ -268,67 +257,94 @@ class Eagle3(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(
-        self, taps: Taps, batch: Batch, head_weight: Tensor, *, pass_weights: list[float], loss_rows: int
-    ) -> DraftLosses:
-        """Run K = len(pass_weights) passes of TTT over a pack and score them against the policy.
+    def trunk(
+        self, aux: tuple[Tensor, ...], newest: Tensor, positions: Tensor, cu_seqlens: Tensor, group: str
+    ) -> tuple[Tensor, Trunk]:
+        """What every anchor starts from, and what it sees of its document: the first part of pass 1.
 
-        Row i of pass d is scored against softmax(head_weight @ taps.final[i + d]), without temperature.
-        With a reduced vocabulary the teacher is renormalised over it: rows whose teacher has little mass
-        there are trained all the same, and `overlap` is then an upper bound of the acceptance.
-
-        All parameters are used in here, and get a gradient (of zeros) even if no row is valid: under FSDP
-        all ranks make the same collectives, whatever their data.
+        A collective of `group`.
 
         Args:
-            taps: the policy's activations for `batch`; detached, and cast to the draft's dtype.
-            batch: the pack, T tokens.
-            head_weight: [V, E], the policy's head; detached and cast likewise.
-            pass_weights: weight in the loss of a valid row of each pass, normalisation included.
-            loss_rows: rows whose logits exist at a time.
+            aux: of this rank's rows, [T, E] each.
+            newest: [T, E], embeddings of the tokens after them.
+            positions: int64 [T] of the rows.
+            cu_seqlens, group: as in `records.Batch`.
+
+        Returns:
+            The hidden state of pass 0, [T, E], and keys and values of pass 1 of the whole pack.
         """
         dtype = self.lm_head.weight.dtype
-        embeds, final = taps.embeds.detach().to(dtype), taps.final.detach().to(dtype)
-        hidden = self._project([x.detach().to(dtype) for x in taps.aux])
-        mask = pass_mask(batch, len(pass_weights))
-        counts = mask.sum(1)
-        sizes = counts.tolist()
-        valid_rows = mask.nonzero()[:, 1].split(sizes)  # per pass
+        hidden = self._project([x.detach().to(dtype) for x in aux])
+        layer = self.midlayer
+        k, v = layer.self_attn.keys(layer.inputs(newest.detach().to(dtype), hidden), positions)
+        return hidden, trunk_gather(k, v, cu_seqlens, group=group)
 
-        stash: list[KeyValue] = []
+    def forward(
+        self, hidden: Tensor, trunk: Trunk, anchors: Anchors, *, pass_weights: list[float], loss_rows: int
+    ) -> DraftLosses:
+        """Run K = len(pass_weights) passes of TTT over N anchors and score them against the policy.
+
+        Anchor i of pass d is scored against softmax(head_weight @ final[i + d]), without temperature. With a
+        reduced vocabulary the teacher is renormalised over it: rows whose teacher has little mass there are
+        trained all the same, and `overlap` is then an upper bound of the acceptance.
+
+        Every parameter that `trunk` does not use gets a gradient in here, of zeros if no row is scored:
+        under FSDP all ranks make the same collectives, whatever their data.
+
+        Args:
+            hidden: [N, E], the anchors' rows of what `self.trunk` returned.
+            trunk: the other thing it returned.
+            anchors: where they are, and their inputs.
+            pass_weights: weight in the loss of a scored row of each pass, normalisation included.
+            loss_rows: rows whose logits exist at a time.
+        """
+        layer, block, dtype = self.midlayer, anchors.block, self.lm_head.weight.dtype
+        branch: list[KeyValue] = []
         student = []
-        for d, valid in enumerate(valid_rows, start=1):
-            # Rows whose x_{i+d} lies beyond their document get any row: never valid, nor seen by valid rows.
-            newest = embeds.roll(-d, dims=0)
-            positions = batch.positions + (d - 1)
-            hidden, key_value = self.midlayer(newest, hidden, positions, stash, batch.cu_seqlens)
-            stash = [*stash, key_value]
+        for d, (newest, scored) in enumerate(zip(block.newest, block.scored, strict=True), start=1):
+            x = layer.inputs(anchors.embeds[newest].to(dtype), hidden)
+            positions = anchors.positions + (d - 1)
+            if d > 1:  # pass 1's are the trunk
+                branch = [*branch, layer.self_attn.keys(x, positions)]
+            attended, _ = trunk_attention(
+                layer.self_attn.queries(x, positions),
+                trunk,
+                [k for k, _ in branch],
+                [v for _, v in branch],
+                anchors.cu_seqlens,
+                group=anchors.group,
+                rows=block.ranges,
+            )
+            hidden = layer.outputs(hidden, attended)
             normed = self.norm(hidden)
-            student.append(normed[valid])
+            student.append(normed[scored])
             if self.spec.norm_output:
                 hidden = normed
 
-        weights = torch.tensor(pass_weights, dtype=torch.float64, device=counts.device)
-        scored = soft_cross_entropy(
+        sizes = [len(scored) for scored in block.scored]
+        weights = torch.tensor(pass_weights, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
+        result = soft_cross_entropy(
             torch.cat(student),
             self.lm_head.weight,
-            torch.cat([final[valid + d] for d, valid in enumerate(valid_rows, start=1)]),
-            self._teacher_head(head_weight.detach().to(dtype)),
-            weights.repeat_interleave(counts, output_size=sum(sizes)),
+            anchors.final[torch.cat(block.teacher)].to(dtype),
+            anchors.teacher_head.to(dtype),
+            weights.to(hidden.device),
             loss_rows,
         )
-        per_row = torch.stack([torch.ones_like(scored.ce), scored.ce, scored.overlap, scored.top1])
+        per_row = torch.stack([torch.ones_like(result.ce), result.ce, result.overlap, result.top1])
         sums = [rows.sum(1, dtype=torch.float64) for rows in per_row.split(sizes, dim=1)]
-        return DraftLosses(scored.loss, torch.stack(sums, dim=1))
+        return DraftLosses(result.loss, torch.stack(sums, dim=1))
+
+    def teacher_head(self, head_weight: Tensor) -> Tensor:
+        """The policy's head [V, E], detached, and of a reduced vocabulary only its rows, [Vd, E]."""
+        head_weight = head_weight.detach()
+        return head_weight[target_ids(self.d2t)] if "d2t" in self._buffers else head_weight
 
     def _project(self, aux: list[Tensor]) -> Tensor:
         """The taps [T, E] each -> the hidden state of pass 0, [T, E]."""
         if self.spec.fc_norm:
             aux = [norm(x) for norm, x in zip(self.fc_norm, aux, strict=True)]
         return self.fc(torch.cat(aux, dim=-1))
-
-    def _teacher_head(self, head_weight: Tensor) -> Tensor:
-        return head_weight[target_ids(self.d2t)] if "d2t" in self._buffers else head_weight
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and full tensors of a checkpoint for vLLM, d2t and t2d included. A collective under FSDP."""

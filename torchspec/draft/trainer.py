@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
-from torchspec.draft.eagle3 import Eagle3, pass_mask
+from torchspec.attention import Trunk, local_plan, with_halo
+from torchspec.draft.blocks import make_blocks
+from torchspec.draft.eagle3 import Anchors, Eagle3
 from torchspec.records import Batch, Taps
-
-
-def pass_counts(batch: Batch, passes: int) -> Tensor:
-    """Valid rows of each pass of a pack, int64 [K]: sum them over microbatches and ranks before training."""
-    return pass_mask(batch, passes).sum(1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,12 +31,12 @@ class DraftStats:
 
     @property
     def counts(self) -> Tensor:
-        """Valid rows per pass, [K]."""
+        """Scored rows per pass, [K]."""
         return self.sums[0]
 
     @property
     def ce(self) -> Tensor:
-        """Mean cross-entropy per pass in nats, [K]; 0 where no row is valid, as the two below."""
+        """Mean cross-entropy per pass in nats, [K]; 0 where no row is scored, as the two below."""
         return self._mean(1)
 
     @property
@@ -58,24 +59,38 @@ class DraftStats:
 
 
 class DraftTrainer:
-    """Trains an `Eagle3`, which may be wrapped by FSDP.
+    """Trains an `Eagle3`, sharded by `parallel.fsdp.shard` or not.
 
-    Pass d = 1..K weighs a_d = pass_decay ** (d - 1); with M(d, i) marking the valid rows the loss is
+    Pass d = 1..K weighs a_d = pass_decay ** (d - 1); with M(d, i) marking the rows scored the loss is
         sum_d a_d sum_i M(d, i) CE(d, i) / sum_d a_d sum_i M(d, i),
     both sums over the global batch. Gradients add up over microbatches, and must be summed (not averaged)
     over ranks.
+
+    Only rows with a loss in some pass go through the passes; the others are trunk. They go in blocks: an
+    anchor's passes read the trunk and the anchor's own earlier passes, nothing of other anchors. So the
+    passes of one block are run, differentiated and forgotten before the next block starts: exact, nothing
+    is computed twice, and memory beyond the trunk depends on `row_block`, not on the pack (design D3).
 
     Args:
         draft: the model.
         passes: K, the passes of training-time test.
         pass_decay: ratio of the weights of consecutive passes.
         loss_rows: rows whose logits exist at a time.
+        row_block: most rows in a block; 0: all of a pack.
     """
 
-    def __init__(self, draft: Eagle3, *, passes: int, pass_decay: float, loss_rows: int) -> None:
+    def __init__(
+        self, draft: Eagle3, *, passes: int, pass_decay: float, loss_rows: int, row_block: int = 0
+    ) -> None:
         self.draft = draft
         self.loss_rows = loss_rows
+        self.row_block = row_block
         self.pass_weights = [pass_decay**d for d in range(passes)]
+
+    @property
+    def passes(self) -> int:
+        """K."""
+        return len(self.pass_weights)
 
     def denominator(self, counts: Tensor) -> float:
         """sum_d a_d counts_d, at least 1, for the global batch's `pass_counts` [K]."""
@@ -84,13 +99,64 @@ class DraftTrainer:
     def backward(self, batch: Batch, taps: Taps, head_weight: Tensor, denominator: float) -> DraftStats:
         """Add one microbatch's gradients to the draft's parameters.
 
+        A collective of the batch's group, and under FSDP of all ranks the draft is sharded over.
+
         Args:
-            batch: the pack, possibly without any valid row (it still takes part in FSDP's collectives).
-            taps: the policy's activations for it.
+            batch: the pack, or this rank's rows of one; possibly without any row to score, or any at all.
+            taps: the policy's activations for them.
             head_weight: [V, E], the policy's full head.
             denominator: `self.denominator` of the global counts.
         """
+        draft, reach = self.draft, self.passes
+        plan = local_plan(batch.cu_seqlens, batch.group)
+        blocks = make_blocks(batch, plan, reach, self.row_block)
+        embeds, final = (with_halo(x.detach(), plan, batch.group, reach) for x in (taps.embeds, taps.final))
+        after = torch.from_numpy(plan.shift(1, reach)).to(embeds.device)
+        head = draft.teacher_head(head_weight)
         weights = [a / denominator for a in self.pass_weights]
-        losses = self.draft(taps, batch, head_weight, pass_weights=weights, loss_rows=self.loss_rows)
-        losses.loss.backward()
-        return DraftStats(loss=losses.loss.detach().double(), sums=losses.sums)
+
+        with _weights_kept(draft) as last_backward:
+            hidden, trunk = draft.trunk(
+                taps.aux, embeds[after], batch.positions, batch.cu_seqlens, batch.group
+            )
+            dhidden = torch.zeros_like(hidden)
+            sink = trunk.sink.detach().requires_grad_()  # gathers the blocks' gradients of keys and values
+            parts = []
+            for block in blocks:
+                start = hidden.detach()[block.rows].requires_grad_()
+                anchors = Anchors(
+                    block, batch.positions[block.rows], embeds, final, head, batch.cu_seqlens, batch.group
+                )
+                losses = draft(
+                    start,
+                    Trunk(trunk.kv, sink),
+                    anchors,
+                    pass_weights=weights,
+                    loss_rows=self.loss_rows,
+                )
+                losses.loss.backward()
+                assert start.grad is not None
+                dhidden[block.rows] = start.grad
+                parts.append(DraftStats(loss=losses.loss.detach().double(), sums=losses.sums))
+            last_backward()
+            torch.autograd.backward([hidden, trunk.sink], [dhidden, sink.grad])
+        return sum(parts[1:], start=parts[0])
+
+
+@contextmanager
+def _weights_kept(draft: Eagle3) -> Generator[Callable[[], None]]:
+    """Under FSDP: gather weights once and reduce gradients once, for all forwards and backwards within.
+
+    Yields what must be called before the last backward. Until then ranks need not be at the same block.
+    """
+    if not isinstance(draft, FSDPModule):
+        yield lambda: None
+        return
+
+    def keep(kept: bool) -> None:
+        draft.set_reshard_after_forward(not kept)
+        draft.set_reshard_after_backward(not kept)
+        draft.set_requires_gradient_sync(not kept)
+
+    keep(True)
+    yield lambda: keep(False)

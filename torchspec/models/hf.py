@@ -58,11 +58,14 @@ def load_policy(
 ) -> Policy:
     """A sharded policy with fp32 master weights from `folder`; never exists in full on one rank.
 
+    A `compute_dtype` of fp64 makes them fp64: no engine serves that, but the arithmetic can be checked in it.
+
     Raises:
         ConfigError: the weights do not fit `spec` (see `load_hf`).
     """
     with torch.device("meta"):
         policy = Policy(spec, activation_checkpointing=activation_checkpointing)
+    policy.to(torch.promote_types(compute_dtype, torch.float32))
     shard(policy, policy.layers, mesh, compute_dtype)
     policy.to_empty(device=mesh.device)
     load_hf(policy, folder)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchspec.attention import save_ops
+from torchspec.attention import Context, save_ops
 from torchspec.models import titan
 from torchspec.models.spec import PolicySpec
 from torchspec.records import Batch, Taps
@@ -71,14 +71,14 @@ class Policy(nn.Module):
         """Log-probabilities of `batch.targets`, and taps.
 
         Args:
-            batch: one pack of T tokens, on the policy's device.
+            batch: one pack, or this rank's T rows of one, on the policy's device.
             temperature: divides the logits, as the engine does when it samples.
             logprob_rows: rows whose logits exist at a time, in forward and backward.
             aux_layers: taps of the hidden states *entering* these layers; the number of layers stands for
                 the last layer's output. Taps are detached, in the compute dtype.
 
-        A pack without any valid target still sends (zero) gradients through every parameter, so that all
-        ranks take part in the same collectives.
+        A pack without any valid target, or without any row on this rank, still sends (zero) gradients through
+        every parameter, so that all ranks take part in the same collectives.
         """
         h = embeds = self.decoder.tok_embeddings(batch.tokens[None])  # [1, T, E]
         entering: dict[int, Tensor] = {}
@@ -97,7 +97,7 @@ class Policy(nn.Module):
         return PolicyOutput(logprobs, entropy, taps)
 
     def _run_layer(self, layer: nn.Module, h: Tensor, batch: Batch) -> Tensor:
-        inputs = (h, batch.cu_seqlens, batch.positions[None])
+        inputs = (h, Context(batch.cu_seqlens, batch.group, batch.transport), batch.positions[None])
         if self.activation_checkpointing and torch.is_grad_enabled():
             keep_attention = partial(create_selective_checkpoint_contexts, save_ops())
             return checkpoint(

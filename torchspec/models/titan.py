@@ -26,7 +26,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from torchspec.attention import packed_attention
+from torchspec.attention import Context, layer_attention
 from torchspec.models.spec import PolicySpec
 
 ParamInit = dict[str, Callable[[Tensor], Any]]
@@ -35,11 +35,11 @@ _NORM: ParamInit = {"weight": nn.init.ones_}
 
 
 class PackedAttention(Module):
-    """Inner attention over one stream of packed documents.
+    """Inner attention over one stream of packed documents, whole or spread over context-parallel ranks.
 
     Why: titan's inner attentions (flex, varlen) have no backward on CPU, and design D2 wants the policy and
     the draft on one attention primitive. titan hands `attention_masks` through to here untouched, so it
-    carries `cu_seqlens` (int32 [documents + 1], on the CPU).
+    carries our `Context`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -55,12 +55,12 @@ class PackedAttention(Module):
         k: Tensor,
         v: Tensor,
         *,
-        attention_masks: Tensor,
+        attention_masks: Context,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
         """q [1, T, H, D], k and v [1, T, G, D]; returns [1, T, H, D]."""
-        return packed_attention(q[0], k[0], v[0], attention_masks, scale)[None]
+        return layer_attention(q[0], k[0], v[0], attention_masks, scale)[None]
 
 
 def build_decoder(spec: PolicySpec) -> Decoder:

@@ -6,12 +6,22 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from torchspec.mesh import Mesh
 
 
-def shard(module: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, compute_dtype: torch.dtype) -> None:
+def shard(
+    module: nn.Module,
+    layers: Iterable[nn.Module],
+    mesh: Mesh,
+    compute_dtype: torch.dtype,
+    methods: Iterable[str] = (),
+) -> None:
     """Shard `module` in place over the ranks of dp_shard and cp, also where there is only one.
 
     Each of `layers` is gathered for its own forward and backward; what `module` holds besides is one more
@@ -19,8 +29,9 @@ def shard(module: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, compute_dt
     `compute_dtype`, and their gradients are *summed* over ranks in at least fp32: every loss is already
     divided by its global number of valid tokens (design D6), so a mean would be wrong.
 
-    Only calling `module` itself gathers its weights; inputs are not cast. Outside of forward and backward
-    every parameter is its shard, so optimizers, refit and export always see the master weights.
+    Only calling `module` itself, or one of its `methods`, gathers its weights; inputs are not cast. Outside
+    of forward and backward every parameter is its shard, so optimizers, refit and export always see the
+    master weights.
     """
     # Of a root module FSDP2 by default keeps the weights gathered after a forward (reshard_after_forward
     # None); after a forward without backward they would be stale copies that readers take for the weights.
@@ -34,3 +45,5 @@ def shard(module: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, compute_dt
         fsdp.set_gradient_divide_factor(1.0)
         # A plain SUM: gloo lacks the PREMUL_SUM that FSDP2 would use for a divide factor.
         fsdp.set_force_sum_reduction_for_comms(True)
+    for name in methods:
+        register_fsdp_forward_method(module, name)
