@@ -13,7 +13,7 @@ import torch
 
 from torchspec.config import Config, ConfigError
 from torchspec.data import check_tokenizer
-from torchspec.draft.eagle3 import DraftSpec, Eagle3
+from torchspec.draft.eagle3 import FSDP_METHODS, DraftSpec, Eagle3
 from torchspec.draft.vocab import build_d2t
 from torchspec.export import load_draft
 from torchspec.mesh import Mesh
@@ -191,7 +191,7 @@ def build_draft(config: Config, mesh: Mesh, spec: DraftSpec, text: Counter[int],
         d2t = build_d2t(counts, spec.draft_vocab_size, keep)
     torch.manual_seed(config.run.seed + 1)
     draft = Eagle3(spec, d2t).to(mesh.device, torch.promote_types(compute_dtype(config), torch.float32))
-    shard(draft, [], mesh, compute_dtype(config), methods=["trunk"])
+    shard(draft, [], mesh, compute_dtype(config), methods=FSDP_METHODS)
     if config.draft.init != "random":
         load_draft(draft, Path(config.draft.init))
     return draft

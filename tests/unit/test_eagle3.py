@@ -11,7 +11,7 @@ from torchspec.config import ConfigError, Parallel
 from torchspec.draft import eagle3
 from torchspec.draft import trainer as trainer_module
 from torchspec.draft.blocks import make_blocks, pass_counts
-from torchspec.draft.eagle3 import DraftSpec, Eagle3
+from torchspec.draft.eagle3 import FSDP_METHODS, DraftSpec, Eagle3
 from torchspec.draft.trainer import DraftTrainer
 from torchspec.mesh import Mesh
 from torchspec.parallel.fsdp import shard
@@ -419,13 +419,29 @@ def test_fsdp_finds_the_loss(lone_world, documents, row_block):
     taps, head = make_taps(sum(map(len, documents))), head_weight()
     stats, grads = run(make_draft(), documents, taps, head, passes=3, row_block=row_block)
     draft = make_draft()
-    shard(draft, [], lone_world, torch.float64, methods=["trunk"])
+    shard(draft, [], lone_world, torch.float64, methods=FSDP_METHODS)
     sharded_stats, sharded = run(draft, documents, taps, head, passes=3, row_block=row_block)
     assert torch.equal(sharded_stats.sums, stats.sums)
     for name, grad in grads.items():
         assert torch.equal(sharded[name].full_tensor(), grad)
     full = dict(draft.hf_weights())
     assert all(torch.equal(full[name], p) for name, p in make_draft().named_parameters())
+
+
+@pytest.mark.parametrize("row_block", [0, 6])
+def test_fsdp_in_mixed_precision(lone_world, row_block):
+    """Compute in bf16, gradients in fp32. FSDP2 refuses to reduce gradients of which only some were kept."""
+    documents, head = ["p" + "g" * 30, "pggg"], head_weight()
+    _, grads = run(make_draft(), documents, make_taps(35), head, passes=4)
+    draft = make_draft().float()
+    shard(draft, [], lone_world, torch.bfloat16, methods=FSDP_METHODS)
+    _, rough = run(draft, documents, make_taps(35), head, passes=4, row_block=row_block)
+    expected, found = (
+        torch.cat([x.double().flatten() for x in tensors])
+        for tensors in (grads.values(), [rough[name].full_tensor() for name in grads])
+    )
+    assert all(grad.dtype == torch.float32 for grad in rough.values())
+    assert (found - expected).norm() < 0.1 * expected.norm()
 
 
 EAGLE3_NAMES = [

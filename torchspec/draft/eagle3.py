@@ -220,6 +220,10 @@ class DecoderLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+FSDP_METHODS = ("trunk", "zero")
+"""Methods of `Eagle3` besides forward that need its weights, for `parallel.fsdp.shard`."""
+
+
 class Eagle3(nn.Module):
     """The draft. Parameters and buffers carry vLLM's checkpoint names; it owns its head and no embedding.
 
@@ -334,6 +338,10 @@ class Eagle3(nn.Module):
         per_row = torch.stack([torch.ones_like(result.ce), result.ce, result.overlap, result.top1])
         sums = [rows.sum(1, dtype=torch.float64) for rows in per_row.split(sizes, dim=1)]
         return DraftLosses(result.loss, torch.stack(sums, dim=1))
+
+    def zero(self) -> Tensor:
+        """A zero with a graph to a parameter: for a backward that adds nothing, but makes FSDP reduce."""
+        return self.norm(self.norm.weight.new_empty(0, self.spec.dim)).sum()
 
     def teacher_head(self, head_weight: Tensor) -> Tensor:
         """The policy's head [V, E], detached, and of a reduced vocabulary only its rows, [Vd, E]."""

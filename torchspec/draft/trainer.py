@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -115,7 +115,7 @@ class DraftTrainer:
         head = draft.teacher_head(head_weight)
         weights = [a / denominator for a in self.pass_weights]
 
-        with _weights_kept(draft) as last_backward:
+        with _weights_kept(draft):
             hidden, trunk = draft.trunk(
                 taps.aux, embeds[after], batch.positions, batch.cu_seqlens, batch.group
             )
@@ -138,19 +138,20 @@ class DraftTrainer:
                 assert start.grad is not None
                 dhidden[block.rows] = start.grad
                 parts.append(DraftStats(loss=losses.loss.detach().double(), sums=losses.sums))
-            last_backward()
             torch.autograd.backward([hidden, trunk.sink], [dhidden, sink.grad])
         return sum(parts[1:], start=parts[0])
 
 
 @contextmanager
-def _weights_kept(draft: Eagle3) -> Generator[Callable[[], None]]:
+def _weights_kept(draft: Eagle3) -> Generator[None]:
     """Under FSDP: gather weights once and reduce gradients once, for all forwards and backwards within.
 
-    Yields what must be called before the last backward. Until then ranks need not be at the same block.
+    In between ranks need not be at the same block. Gradients add up in fp32, as FSDP2 keeps them while it
+    does not reduce. The backward that reduces comes after all of them, on its own: FSDP2 cannot reduce
+    gradients of which only some were kept.
     """
     if not isinstance(draft, FSDPModule):
-        yield lambda: None
+        yield
         return
 
     def keep(kept: bool) -> None:
@@ -159,4 +160,6 @@ def _weights_kept(draft: Eagle3) -> Generator[Callable[[], None]]:
         draft.set_requires_gradient_sync(not kept)
 
     keep(True)
-    yield lambda: keep(False)
+    yield
+    keep(False)
+    draft.zero().backward()
