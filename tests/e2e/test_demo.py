@@ -36,7 +36,7 @@ def train_demo(folder: Path, *overrides: str, timeout: int = 600) -> Path:
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory) -> Path:
-    """Three steps of the demo on two ranks."""
+    """Three steps of the demo on two ranks, which share every pack (the slow test has them share none)."""
     short = {
         "run.steps": "3",
         "warmup.steps": "6",
@@ -49,6 +49,8 @@ def short_run(tmp_path_factory) -> Path:
         "eval.every": "2",
         "rl.minibatches": "2",
         "rl.kl_coef": "0.01",
+        "parallel.cp": "2",
+        "draft.row_block": "200",
     }
     return train_demo(tmp_path_factory.mktemp("runs"), *(f"--{k}={v}" for k, v in short.items()))
 
