@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -83,6 +83,10 @@ class Engine(Protocol):
         Raises:
             ConfigError: a prompt that leaves no room for a response.
         """
+        ...
+
+    def learn(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
+        """Let drafters know what all engines made in an iteration."""
         ...
 
     def shared_names(self) -> frozenset[str]:
