@@ -11,15 +11,16 @@ So the plan is made before the model drafts; what follows its chain may depend o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchspec.config import Config, longest_draft
-from torchspec.records import Rollout, SpecStats
+from torchspec.records import Rollout
 from torchspec.rollout.balance import LengthStats
 from torchspec.rollout.budget import CLASSES, MEASURED, MEDIUM, Budget, CostTable, Step
+from torchspec.rollout.tally import Counts, Tally
 
 if TYPE_CHECKING:  # importing the suffix drafter imports numba
     from torchspec.rollout.suffix import Drafts
@@ -70,62 +71,6 @@ class Plan:
     """False: nothing is worth its time in this step."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Tally:
-    """What speculation did since it was last asked; seconds are wall time.
-
-    Example: two steps of the suffix drafter with 3 and 1 tokens, of which 2 and 0 were accepted:
-        Tally(drafters={"suffix": SpecStats(steps=2, drafted=[2, 1, 1], accepted=[1, 1, 0])}, steps=2, ...)
-    """
-
-    drafters: dict[str, SpecStats]
-    """By drafter; a draft of both counts for both, each with its own positions."""
-    classes: dict[str, SpecStats]
-    """By what the request was thought to be when it was drafted for: short, medium, long."""
-    steps: int = 0
-    host_seconds: float = 0.0
-    """In plans and the suffix drafter."""
-    model_seconds: float = 0.0
-    """In the draft model."""
-    plain_seconds: float = 0.0
-    """By the cost table: the time of plain steps for as many tokens as came, and as were expected."""
-    expected_seconds: float = 0.0
-    predicted_seconds: float = 0.0
-    """Of the steps with their drafts: by the cost table, and as measured."""
-    seconds: float = 0.0
-
-    @property
-    def estimated_speed_up(self) -> float:
-        return self.expected_seconds / self.predicted_seconds if self.predicted_seconds else 1.0
-
-    @property
-    def measured_speed_up(self) -> float:
-        return self.plain_seconds / self.seconds if self.seconds else 1.0
-
-
-@dataclass(slots=True)
-class _Counts:
-    """SpecStats as arrays."""
-
-    length: int
-    steps: int = 0
-    drafted: np.ndarray = field(init=False)
-    accepted: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.drafted, self.accepted = np.zeros((2, self.length), np.int64)
-
-    def add(self, first: int, last: int, accepted: int) -> None:
-        """A draft's positions from `first` to before `last` are of this kind; `accepted` counts from 0."""
-        if last > first:
-            self.steps += 1
-            self.drafted[first:last] += 1
-            self.accepted[first : max(first, min(last, accepted))] += 1
-
-    def stats(self) -> SpecStats:
-        return SpecStats(steps=self.steps, drafted=self.drafted.tolist(), accepted=self.accepted.tolist())
-
-
 class Speculator:
     """One engine's drafters, budget and what they have learned; see the module.
 
@@ -149,8 +94,9 @@ class Speculator:
         self.lengths = lengths
         self.suffix = None
         if self.drafter != MODEL:
-            from torchspec.rollout.suffix import SuffixDrafter
+            from torchspec.rollout.suffix import SuffixDrafter, compile_all
 
+            compile_all()
             self.suffix = SuffixDrafter(
                 window=suffix.window or window,
                 max_bytes=suffix.max_bytes,
@@ -341,8 +287,8 @@ class Speculator:
 
     def _start_tally(self) -> None:
         names = [n for n, there in ((MODEL, self.model_tokens), (SUFFIX, self.suffix)) if there]
-        self._by_drafter = {name: _Counts(self.longest) for name in names}
-        self._by_class = [_Counts(self.longest) for _ in CLASSES]
+        self._by_drafter = {name: Counts(self.longest) for name in names}
+        self._by_class = [Counts(self.longest) for _ in CLASSES]
         self._tally = Tally(drafters={}, classes={})
 
     def _count(self, request: _Request, tested: int, hits: int) -> None:

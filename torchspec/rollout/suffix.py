@@ -66,22 +66,7 @@ def compile_all() -> None:
     drafter.extend([""], [[0]], [1])
     drafter.advance([""], [[0, 0]])
     drafter.stop("")
-    tokens = [0, 1, 0]
-    drafter.add_rollouts(
-        0,
-        [
-            Rollout(
-                problem_id="",
-                sample=0,
-                prompt_tokens=[],
-                tokens=tokens,
-                logprobs=[],
-                finish="stop",
-                policy_version=0,
-                draft_version=0,
-            )
-        ],
-    )
+    automata.build(np.array([0, 1, 0], np.int32), np.array([0, 3], np.int64))
 
 
 @dataclass(slots=True)

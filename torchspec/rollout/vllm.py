@@ -84,6 +84,8 @@ class VllmEngine:
     ) -> None:
         check_version(device_type)
         policy_config = read_json(Path(policy_folder) / "config.json", "policy")
+        if draft_folder is not None and config.rollout.drafter == "suffix":
+            raise ConfigError("rollout.drafter = 'suffix' has no use for a draft checkpoint; try 'hybrid'")
         if draft_folder is not None:
             check_draft(Path(draft_folder), policy_config)
         elif config.rollout.drafter == "hybrid":
@@ -198,6 +200,13 @@ class VllmEngine:
     def learn(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
         if self.speculator:
             self.speculator.learn(iteration, rollouts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.speculator.state_dict() if self.speculator else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.speculator:
+            self.speculator.load_state_dict(state)
 
     def close(self) -> None:
         with world_kept() if self._is_guest else nullcontext():

@@ -170,18 +170,16 @@ class Hook:
     def _draft_probs(self, metadata: Any) -> torch.Tensor | None:
         """float32 [draft tokens, V], flat over requests: the model's distributions, and one-hot rows for the
         suffix drafter's tokens, which are no sample. None says that all of them are one-hot."""
-        ids, counts = self._runner.input_batch.req_ids, metadata.num_draft_tokens
-        chains = [self._chains.get(r, ())[:n] for r, n in zip(ids, counts)]
-        if not any(map(len, chains)):
-            return None
-        tokens, at = metadata.draft_token_ids.long(), 0
-        vocabulary = next(chain.shape[-1] for chain in chains if len(chain))
-        probs = torch.zeros(len(tokens), vocabulary, device=tokens.device)
-        for chain, count in zip(chains, counts):
-            if len(chain):
-                probs[at : at + len(chain)] = chain
-            tail = slice(at + len(chain), at + count)
-            probs[tail] = probs[tail].scatter(1, tokens[tail, None], 1.0)
+        probs, at = None, 0
+        tokens = metadata.draft_token_ids.long()
+        for request_id, count in zip(self._runner.input_batch.req_ids, metadata.num_draft_tokens):
+            chain = self._chains.get(request_id)
+            if count and chain is not None:
+                if probs is None:
+                    one_hot = torch.zeros(len(tokens), chain.shape[1], device=tokens.device)
+                    probs = one_hot.scatter_(1, tokens[:, None], 1.0)
+                by_model = min(len(chain), count)
+                probs[at : at + by_model] = chain[:by_model]
             at += count
         return probs
 
