@@ -286,8 +286,9 @@ class Speculator:
             self.suffix.load_state_dict(state["suffix"])
 
     def _start_tally(self) -> None:
-        names = [n for n, there in ((MODEL, self.model_tokens), (SUFFIX, self.suffix)) if there]
-        self._by_drafter = {name: Counts(self.longest) for name in names}
+        self._by_drafter = {MODEL: Counts(self.model_tokens)} if self.model_tokens else {}
+        if self.suffix:
+            self._by_drafter[SUFFIX] = Counts(self.longest)
         self._by_class = [Counts(self.longest) for _ in CLASSES]
         self._tally = Tally(drafters={}, classes={})
 
