@@ -347,9 +347,9 @@ def check_no_placeholders(engine):
     expected = engine.generate([prompt], GREEDY)[0].tokens
     before = engine.counters.cached_tokens
     engine.speculator.take_tally()
-    rollouts = engine.generate([*requests(2, seed=15), dataclasses.replace(prompt, samples=3)], GREEDY)
+    rollouts = engine.generate([dataclasses.replace(prompt, samples=3)], GREEDY)
     assert engine.counters.cached_tokens - before == 3 * 128
-    assert all(r.tokens == expected for r in rollouts[2:])
+    assert all(r.tokens == expected for r in rollouts)
     check_counts(rollouts, engine.speculator.take_tally())
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -47,20 +45,6 @@ class CostTable:
     @classmethod
     def linear(cls, base: float, per_token: float) -> CostTable:
         return cls(tokens=[0, 4096], batches=[1], seconds=[[base, base + 4096 * per_token]])
-
-    @classmethod
-    def measure(
-        cls, run: Callable[[int, int], float], tokens: list[int], batches: list[int], repeats: int = 5
-    ) -> CostTable:
-        """Fill the table with medians of `run(tokens, batch)`, which does one forward and returns its seconds.
-
-        A batch with fewer tokens than requests cannot run: it takes the time of one token a request.
-        """
-        seconds = [
-            [statistics.median(run(max(t, batch), batch) for _ in range(repeats)) for t in tokens]
-            for batch in batches
-        ]
-        return cls(tokens=tokens, batches=batches, seconds=seconds)
 
     def __post_init__(self) -> None:
         increasing = all(

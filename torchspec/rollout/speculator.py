@@ -293,6 +293,10 @@ class Speculator:
         self._tally = Tally(drafters={}, classes={})
 
     def _count(self, request: _Request, tested: int, hits: int) -> None:
+        if tested > request.chain + request.tail:
+            raise RuntimeError(
+                f"{tested} draft tokens were verified, proposed were {request.chain + request.tail}"
+            )
         chain = min(request.chain, tested)
         self._by_class[request.kind].add(0, tested, hits)
         if self.suffix:
