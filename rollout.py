@@ -7,6 +7,10 @@ The TOML gives problems, rewards and sampling; --policy defaults to its model.so
 is no speculation. --split train|eval (default eval) and --limit N choose the problems. Every other option is a
 config override, --section.key value.
 
+Measure the drafters against each other and against none, several epochs over the same training problems:
+    python rollout.py bench configs/hybrid_cpu.toml --policy DIR --draft DIR --out bench --epochs 3
+    python rollout.py bench CONFIG.toml --policy DIR --out bench --modes off,suffix --greedy-check
+
 Ask what a suffix drafter and a budget would have made of recorded rollouts (docs/speculation.md):
     python rollout.py replay r.jsonl --budget off,fixed,price --batch 1,8,32
 """
@@ -25,12 +29,16 @@ def rollout(argv: list[str]) -> None:
     command, *rest = argv
     if command == "generate":
         generate(rest)
+    elif command == "bench":
+        bench(rest)
     elif command == "replay":
         from torchspec.rollout.replay import replay_command
 
         replay_command(rest)
     else:
-        raise ConfigError(f"rollout.py: unknown command {command!r}; the commands are: generate, replay")
+        raise ConfigError(
+            f"rollout.py: unknown command {command!r}; the commands are: generate, bench, replay"
+        )
 
 
 def generate(argv: list[str]) -> None:
@@ -51,6 +59,39 @@ def generate(argv: list[str]) -> None:
     from torchspec.generate import generate_file  # after the config is known to be good: this imports torch
 
     print(generate_file(config, options.draft, options.split, options.limit, options.out))
+
+
+def bench(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="rollout.py bench", allow_abbrev=False)
+    parser.add_argument("config")
+    parser.add_argument("--out", type=Path, required=True, help="folder for bench.json and bench.png")
+    parser.add_argument("--policy", default="")
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument(
+        "--modes", default="", help="default: off,suffix, with --draft off,eagle3,suffix,hybrid"
+    )
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--limit", type=int, default=0)
+    parser.add_argument("--greedy-check", action="store_true")
+    options, overrides = parser.parse_known_args(argv)
+    if options.policy:
+        overrides += ["--model.source", options.policy]
+
+    from torchspec.config_load import load
+
+    config = load(options.config, overrides)
+    from torchspec.bench import bench as run
+
+    modes: str = options.modes or ("off,eagle3,suffix,hybrid" if options.draft else "off,suffix")
+    run(
+        config,
+        options.draft,
+        modes.split(","),
+        options.epochs,
+        options.limit,
+        options.greedy_check,
+        options.out,
+    )
 
 
 if __name__ == "__main__":

@@ -152,8 +152,11 @@ class Rollout:
     top_p: float = 1.0
     top_k: int = 0
     """0: off."""
+    drafter: Literal["eagle3", "suffix", "hybrid"] = "eagle3"
+    """Who proposes tokens: the draft model, the suffix drafter (see [suffix]), or for each request and step the one
+    of them that is expected to save more. Without a draft, "eagle3" means no speculation."""
     num_draft_tokens: int = 4
-    """Draft tokens proposed per verify step."""
+    """Tokens that the draft model proposes at most per verify step."""
     max_num_seqs: int = 64
     """Requests an engine runs at a time."""
     kv_cache_gb: float = 0.0
@@ -164,6 +167,50 @@ class Rollout:
     """CUDA: free the engine's memory while training."""
     enforce_eager: bool = False
     """CUDA: no CUDA graphs."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Suffix:
+    """The suffix drafter: proposes what earlier responses to the same problem went on with."""
+
+    window: int = 0
+    """Steps that responses are remembered for; 0: two epochs, at least 16."""
+    max_bytes: int = 4 << 30
+    """Memory for them, about 30 bytes a token; beyond it the oldest are forgotten."""
+    recency: float = 0.98
+    """Each newer generation of a problem's responses scales an older one's acceptance estimates by this."""
+    max_draft: int = 24
+    """Tokens it proposes at most per verify step."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Budget:
+    """How much of a draft is verified (docs/speculation.md)."""
+
+    policy: Literal["off", "fixed", "unlimited", "das", "das_closed", "price"] = "price"
+    """price: tokens that are expected to save more time than they cost, by a table measured at the start."""
+    fixed_tokens: int = 4
+    """fixed: draft tokens of every request and step."""
+    class_tokens: list[int] = field(default_factory=lambda: [0, 8, 24])
+    """das: draft tokens of short, medium and long requests."""
+    short_below: int = 256
+    """das, metrics: responses below this length are short."""
+    long_from: int = 1024
+    """das, metrics: responses from this length on are long."""
+    capacity: float = 0.8
+    """das_closed: share of a response that drafts can ever cover."""
+    focus: float = 0.75
+    """price: 0 counts all requests alike (throughput), 1 only those that will end last (makespan)."""
+    cost_table: str = ""
+    """price, das, das_closed: JSON of a run before (cost.json) instead of a measurement."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Balance:
+    """Dispatch of a step's requests over the engines, longest first."""
+
+    tail_weight: float = 1.0
+    """A request's weight is its expected tokens plus this times what the 90th percentile has over the mean."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -238,9 +285,18 @@ class Config:
     data: Data = field(default_factory=Data)
     reward: Reward = field(default_factory=Reward)
     rollout: Rollout = field(default_factory=Rollout)
+    suffix: Suffix = field(default_factory=Suffix)
+    budget: Budget = field(default_factory=Budget)
+    balance: Balance = field(default_factory=Balance)
     rl: RL = field(default_factory=RL)
     train: Train = field(default_factory=Train)
     optim: Optim = field(default_factory=Optim)
     warmup: Warmup = field(default_factory=Warmup)
     eval: Eval = field(default_factory=Eval)
     parallel: Parallel = field(default_factory=Parallel)
+
+
+def longest_draft(config: Config) -> int:
+    """Most draft tokens of one request and verify step."""
+    model, suffix = config.rollout.num_draft_tokens, config.suffix.max_draft
+    return {"eagle3": model, "suffix": suffix, "hybrid": max(model, suffix)}[config.rollout.drafter]

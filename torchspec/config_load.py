@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torchspec.config import Config, ConfigError, Optim
+from torchspec.config import Config, ConfigError, Optim, longest_draft
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -72,7 +72,11 @@ def _typed(value: Any, hint: Any, label: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         if value not in args:
-            raise ConfigError(f"{label} = {value!r} is not allowed; one of: {', '.join(map(str, args))}")
+            near = difflib.get_close_matches(str(value), map(str, args), n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                f"{label} = {value!r} is not allowed; {hint}one of: {', '.join(map(str, args))}"
+            )
         return value
     if origin is list:
         if not isinstance(value, list):
@@ -124,6 +128,9 @@ def _override(config: Config, dotted: str, raw: str) -> None:
     _apply_table(target, {key: value}, where="command line", prefix=prefix)
 
 
+MAX_DRAFT = 128
+"""vLLM's MAX_SPEC_LEN."""
+
 _AT_LEAST: dict[str, float] = {
     "run.steps": 1,
     "model.max_len": 2,
@@ -150,6 +157,12 @@ _AT_LEAST: dict[str, float] = {
     "rollout.num_draft_tokens": 1,
     "rollout.max_num_seqs": 1,
     "rollout.kv_cache_gb": 0,
+    "suffix.window": 0,
+    "suffix.max_bytes": 1,
+    "suffix.max_draft": 1,
+    "budget.fixed_tokens": 0,
+    "budget.short_below": 1,
+    "balance.tail_weight": 0,
     "rl.clip_high": 0,
     "rl.tis_cap": 0,
     "rl.kl_coef": 0,
@@ -180,6 +193,7 @@ def check(config: Config) -> None:
     _check_optim(config.optim, "optim")
     _check_draft(config)
     _check_rollout(config)
+    _check_speculation(config)
     _check_sources(config)
 
 
@@ -259,6 +273,42 @@ def _check_rollout(config: Config) -> None:
     _require(tiny.head_dim % 2 == 0, f"model.tiny.head_dim = {tiny.head_dim} must be even (RoPE)")
     shards = config.parallel.dp_shard
     _require(shards == -1 or shards >= 1, f"parallel.dp_shard = {shards} must be -1 or at least 1")
+
+
+def _check_speculation(config: Config) -> None:
+    drafter, budget, suffix = config.rollout.drafter, config.budget, config.suffix
+    if config.draft.enabled:
+        _require(
+            drafter != "suffix",
+            "rollout.drafter = 'suffix' would leave the draft unused: "
+            "set draft.enabled = false, or rollout.drafter = 'hybrid'",
+        )
+    else:
+        _require(drafter != "hybrid", "rollout.drafter = 'hybrid' needs draft.enabled = true")
+    longest = longest_draft(config)
+    _require(
+        longest <= MAX_DRAFT,
+        f"a draft of {longest} tokens (rollout.num_draft_tokens, suffix.max_draft) is beyond the {MAX_DRAFT} "
+        "that vLLM verifies",
+    )
+    if budget.policy == "fixed":
+        _require(
+            budget.fixed_tokens <= longest,
+            f"budget.fixed_tokens = {budget.fixed_tokens} is beyond the drafter's {longest} tokens "
+            "(rollout.num_draft_tokens, suffix.max_draft)",
+        )
+    tokens = budget.class_tokens
+    _require(
+        len(tokens) == 3 and 0 <= tokens[0] <= tokens[1] <= tokens[2],
+        f"budget.class_tokens = {tokens} must be three ascending numbers: short, medium, long requests",
+    )
+    _require(
+        budget.short_below <= budget.long_from,
+        f"budget.short_below = {budget.short_below} cannot exceed budget.long_from = {budget.long_from}",
+    )
+    _require(0 < budget.capacity < 1, f"budget.capacity = {budget.capacity} must be between 0 and 1")
+    _require(0 <= budget.focus <= 1, f"budget.focus = {budget.focus} must be in [0, 1]")
+    _require(0 < suffix.recency <= 1, f"suffix.recency = {suffix.recency} must be in (0, 1]")
 
 
 def _check_sources(config: Config) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchspec.assemble import base_folder, load_tokenizer, sampling_of, score
-from torchspec.config import Config, ConfigError
+from torchspec.config import Config, ConfigError, longest_draft
 from torchspec.data import encode_prompts, load_problems
 from torchspec.mesh import Mesh
 from torchspec.models.spec import PolicySpec
@@ -60,7 +60,7 @@ def generate_file(config: Config, draft: Path | None, split: str, limit: int, ou
     engine.close()
     mesh.close()
     reward = sum(r.reward or 0.0 for r in rollouts) / len(rollouts)
-    tau = SpecStats.total((r.spec for r in rollouts if r.spec), settings.num_draft_tokens).tau
+    tau = SpecStats.total((r.spec for r in rollouts if r.spec), longest_draft(config)).tau
     return (
         f"{out}: {len(rollouts)} rollouts of {len(problems)} problems | reward {reward:.3f} | tau {tau:.2f} | "
         f"{tokens / seconds:.0f} tok/s"

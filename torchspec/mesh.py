@@ -99,10 +99,17 @@ class Mesh:
 
     def gather_replica(self, items: list[T]) -> list[T]:
         """The items of all ranks of this replica, by rank: equal on each of them."""
-        if self._replica.size() == 1:
+        return self._gather(items, self._replica.size(), self._replica.get_group())
+
+    def gather_world(self, items: list[T]) -> list[T]:
+        """The items of all ranks, by rank: equal on each of them."""
+        return self._gather(items, self.world_size)
+
+    def _gather(self, items: list[T], size: int, group: dist.ProcessGroup | None = None) -> list[T]:
+        if size == 1:
             return items
-        parts: list[list[T]] = [[]] * self._replica.size()
-        dist.all_gather_object(parts, items, group=self._replica.get_group())
+        parts: list[list[T]] = [[]] * size
+        dist.all_gather_object(parts, items, group=group)
         return [item for part in parts for item in part]
 
     def barrier(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchspec.mesh import Mesh
 from torchspec.records import Rollout, SpecStats
+from torchspec.rollout.tally import Tally
 
 TOTAL = -1.0
 """In place of a count: report the sum itself."""
@@ -146,6 +147,29 @@ def rollout_metrics(rollouts: list[Rollout], meter: Meter, num_draft_tokens: int
     add_tau(meter, "rollout/tau", stats)
     for j, (accepted, drafted) in enumerate(zip(stats.accepted, stats.drafted)):
         meter.mean(f"rollout/accept_{j}", accepted, drafted)
+
+
+def speculation_metrics(tally: Tally, window_bytes: int, meter: Meter) -> None:
+    """What the drafters did in one step's rollouts, and what it brought.
+
+    `speculation/estimated`, `speculation/measured`: speed-up over plain decoding at the cost table's times, as
+    predicted while generating and as it came; only with a measured budget.
+    """
+    for name, stats in tally.drafters.items():
+        meter.total(f"speculation/{name}_drafted", sum(stats.drafted))
+        meter.total(f"speculation/{name}_accepted", sum(stats.accepted))
+        add_tau(meter, f"speculation/{name}_tau", stats)
+        for j, (accepted, drafted) in enumerate(zip(stats.accepted, stats.drafted)):
+            if len(tally.drafters) > 1:  # a single one's are rollout/accept_j
+                meter.mean(f"speculation/{name}_accept_{j}", accepted, drafted)
+    for name, stats in tally.classes.items():
+        meter.total(f"speculation/{name}_drafted", sum(stats.drafted))
+        add_tau(meter, f"speculation/{name}_tau", stats)
+    meter.mean("speculation/host_ms_per_step", 1e3 * tally.host_seconds, tally.steps)
+    meter.mean("speculation/model_ms_per_step", 1e3 * tally.model_seconds, tally.steps)
+    meter.maximum("speculation/window_mb", window_bytes / 2**20)
+    meter.mean("speculation/estimated", tally.expected_seconds, tally.predicted_seconds)
+    meter.mean("speculation/measured", tally.plain_seconds, tally.seconds)
 
 
 def simulated_tau(values: dict[str, float]) -> float:

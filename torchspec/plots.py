@@ -38,8 +38,9 @@ def draw_plots(folder: Path) -> list[Path]:
 
 
 def _positions(rows: list[dict[str, Any]]) -> dict[str, str]:
-    names = sorted({n for row in rows for n in row if n.startswith("rollout/accept_")})
-    return {f"position {n.rpartition('_')[2]}": n for n in names}
+    names = {n for row in rows for n in row if n.startswith("rollout/accept_")}
+    first = sorted(int(n.rpartition("_")[2]) for n in names)[:8]  # of the many a suffix draft may have
+    return {f"position {j}": f"rollout/accept_{j}" for j in first}
 
 
 def _lines(rows: list[dict[str, Any]], path: Path, label: str, curves: dict[str, str]) -> Path | None:

@@ -29,7 +29,7 @@ from torchspec.assemble import (
     score,
     special_ids,
 )
-from torchspec.config import Config, ConfigError, Optim
+from torchspec.config import Config, ConfigError, Optim, longest_draft
 from torchspec.data import ProblemOrder, encode_prompts, load_problems
 from torchspec.draft.eagle3 import Eagle3
 from torchspec.draft.trainer import DraftTrainer
@@ -44,6 +44,7 @@ from torchspec.metrics import (
     peak_memory_gb,
     rollout_metrics,
     simulated_tau,
+    speculation_metrics,
 )
 from torchspec.models.hf import load_hf
 from torchspec.models.policy import Policy
@@ -52,7 +53,9 @@ from torchspec.optim import ModelOptimizer
 from torchspec.plots import draw_plots
 from torchspec.records import Problem, Rollout, SpecStats
 from torchspec.refit import refit
-from torchspec.rollout.engine import Engine, Request
+from torchspec.rollout.balance import LengthStats
+from torchspec.rollout.engine import Request
+from torchspec.rollout.fleet import Fleet
 from torchspec.rollout.vllm import VllmEngine, check_version
 from torchspec.run_folder import create_run_folder, run_folder
 
@@ -101,16 +104,23 @@ class Trainer:
         self.order = ProblemOrder(self.problems, config.run.seed)
         self.learner = self._reinforce_learner(policy_folder)
         self.policy_version = self.draft_version = 0
-        self.engine: Engine = VllmEngine(
+        lengths = LengthStats(default=config.rollout.max_new_tokens)
+        steps_per_epoch = -(-len(self.problems) // config.rollout.problems_per_step)
+        self.engine = VllmEngine(
             config,
             policy_folder=policy_folder,
             draft_folder=draft_folder,
             seed=config.run.seed + self.mesh.rank,
             device_type=self.mesh.device.type,
+            lengths=lengths,
+            window=max(16, 2 * steps_per_epoch),
         )
+        self.fleet = Fleet(self.mesh, self.engine, lengths, config.balance.tail_weight)
         self.frozen_draft = FrozenDraft(self.draft) if self.draft and config.eval.frozen_draft else None
         if self.mesh.is_main:  # nothing of an earlier run is removed before this one can start
             create_run_folder(config, self.folder)
+            if self.engine.cost:
+                self.engine.cost.save(self.folder / "cost.json")
         self.mesh.barrier()
 
     def fit(self) -> None:
@@ -141,17 +151,26 @@ class Trainer:
         every = config.draft.train_every
         train_draft = self.draft_spec is not None and every > 0 and step % every == 0
 
-        problems = self._my_problems()
+        drawn = self.order.next(config.rollout.problems_per_step)  # by every rank
+        problems = drawn[self.mesh.rank :: self.mesh.world_size]
         with self._phase(meter, "rollout"):
-            rollouts = self._roll_out(problems, config.rollout.samples_per_problem)
+            requests = self._requests(drawn, config.rollout.samples_per_problem)
+            made = self.fleet.generate(requests, sampling_of(config))
         with self._phase(meter, "wait"):
-            self.mesh.barrier()
+            everything = self.fleet.exchange(made)
+        mine = {p.id for p in problems}
+        rollouts = [r for r in everything if r.problem_id in mine]
+        with self._phase(meter, "learn"):
+            self.fleet.learn(step, everything)
         with self._phase(meter, "reward"):
             score(self.scorer, self.tokenizer, problems, rollouts)
             rewards.group_advantages(rollouts, config.rl)
             meter.total("reward/failures", sum(self.scorer.failures.values()))
             self.scorer.failures.clear()
-        rollout_metrics(rollouts, meter, config.rollout.num_draft_tokens if self.draft_spec else 0)
+        speculator = self.engine.speculator
+        rollout_metrics(rollouts, meter, longest_draft(config) if speculator else 0)
+        if speculator:
+            speculation_metrics(speculator.take_tally(), speculator.window_bytes, meter)
 
         self.engine.sleep()
         self.learner.reinforce(rollouts, meter, train_draft)
@@ -289,19 +308,14 @@ class Trainer:
 
     # Parts of a step
 
-    def _my_problems(self) -> list[Problem]:
-        """This rank's problems of the step; every rank draws the whole step's and takes its slice."""
-        drawn = self.order.next(self.config.rollout.problems_per_step)
-        return drawn[self.mesh.rank :: self.mesh.world_size]
+    def _requests(self, problems: list[Problem], samples: int) -> list[Request]:
+        return [Request(problem_id=p.id, prompt_tokens=self.prompts[p.id], samples=samples) for p in problems]
 
     def _roll_out(self, problems: list[Problem], samples: int) -> list[Rollout]:
-        requests = [
-            Request(problem_id=p.id, prompt_tokens=self.prompts[p.id], samples=samples) for p in problems
-        ]
-        return self.engine.generate(requests, sampling_of(self.config))
+        return self.engine.generate(self._requests(problems, samples), sampling_of(self.config))
 
     def _tau(self, rollouts: list[Rollout]) -> SpecStats:
-        return SpecStats.total((r.spec for r in rollouts if r.spec), self.config.rollout.num_draft_tokens)
+        return SpecStats.total((r.spec for r in rollouts if r.spec), longest_draft(self.config))
 
     def _evaluate(self) -> dict[str, float]:
         """Reward and tau on the held-out problems; tau of the frozen draft on the same policy and problems."""
@@ -312,7 +326,7 @@ class Trainer:
             rollouts = self._roll_out(problems, samples)
             score(self.scorer, self.tokenizer, problems, rollouts)
             meter.mean("eval/reward", sum(r.reward or 0.0 for r in rollouts), len(rollouts))
-            if self.draft:
+            if self.engine.speculator:
                 add_tau(meter, "eval/tau", self._tau(rollouts))
             if self.frozen_draft:
                 versions = {"policy_version": self.policy_version, "draft_version": 0}
@@ -320,6 +334,8 @@ class Trainer:
                 add_tau(meter, "eval/tau_frozen", self._tau(self._roll_out(problems, samples)))
                 versions["draft_version"] = self.draft_version
                 refit(self.engine, None, self.draft, **versions)
+        if self.engine.speculator:
+            self.engine.speculator.take_tally()  # the next step's begins afresh
         return meter.reduce(self.mesh)
 
     @contextmanager

@@ -136,6 +136,7 @@ def engine_config(max_len: int = 256, num_draft_tokens: int = 3, **rollout: obje
     config.model.max_len = max_len
     config.rollout.num_draft_tokens = num_draft_tokens
     config.rollout.kv_cache_gb = 0.05
+    config.budget.policy = "unlimited"
     for name, value in rollout.items():
         setattr(config.rollout, name, value)
     return config

@@ -218,10 +218,10 @@ def record_proposals(engine: VllmEngine) -> dict[tuple[str, int], list[int]]:
             batch = runner.input_batch
             for row, request in enumerate(batch.req_ids):
                 new = sum(t >= 0 for t in sampled[row].tolist())
-                if new and not runner.discard_request_mask.np[row]:
+                if drafts[row]:
                     known = int(batch.num_tokens_no_spec[batch.req_id_to_index[request]]) + new
                     problem = runner.requests[request].sampling_params.extra_args["problem_id"]
-                    proposals[problem, known] = drafts[row].tolist()
+                    proposals[problem, known] = drafts[row]
             return drafts
 
         runner.propose_draft_token_ids = recording
@@ -256,7 +256,7 @@ def test_the_torch_draft_and_the_engines_propose_the_same_chains(folders, tmp_pa
         for (problem, known), chain in proposals.items():
             if problem == rollout.problem_id and known < len(pack.tokens):
                 assert margins[known - 2] > 1e-5, "a tie: choose another seed"
-                assert chains[known - 2] == chain, (problem, known)
+                assert chains[known - 2][: len(chain)] == chain, (problem, known)
                 compared += 1
     assert compared > 200
 

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.e2e
 
 PROBE = """
 import json
-from torchspec.rollout.vllm import _prepare_environment
+from torchspec.rollout.vllm_setup import prepare_environment
 from torchspec.rollout.vllm_cpu import MENDS, mend
-_prepare_environment("cpu")
+prepare_environment("cpu")
 pristine = {entry.name: entry.shows() for entry in MENDS}
 first, second = mend(), mend()
 print(json.dumps([pristine, first, second, {entry.name: entry.shows() for entry in MENDS}]))

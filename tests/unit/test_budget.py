@@ -190,16 +190,29 @@ def test_cost_tables_interpolate_and_are_saved(tmp_path: Path):
     assert noisy.marginal(1, 1) == 0.0
 
 
-def test_a_cost_table_is_measured_by_medians():
-    calls = []
+def test_the_draft_models_time_is_part_of_the_table(tmp_path: Path):
+    table = CostTable(
+        tokens=[0, 10], batches=[1, 3], seconds=[[1, 2], [1, 2]], draft=[[0.5, 0.1], [0.7, 0.3]]
+    )
+    assert table.drafting(0, 1) == pytest.approx(0.5)
+    assert table.drafting(2, 2) == pytest.approx(0.6 + 2 * 0.2)
+    assert CostTable.linear(1, 1).drafting(3, 1) == 0
+    table.save(tmp_path / "cost.json")
+    assert CostTable.load(tmp_path / "cost.json") == table
+    with pytest.raises(ValueError, match="two times of the draft"):
+        CostTable(tokens=[0, 10], batches=[1], seconds=[[1, 2]], draft=[[0.5]])
 
-    def run(tokens: int, batch: int) -> float:
-        calls.append((tokens, batch))
-        return tokens * 1e-3 + (1.0 if len(calls) % 3 == 0 else 0.0)
 
-    table = CostTable.measure(run, tokens=[1, 4, 16], batches=[1, 8], repeats=3)
-    np.testing.assert_allclose(table.seconds, [[1e-3, 4e-3, 16e-3], [8e-3, 8e-3, 16e-3]])
-    assert len(calls) == 18
+def test_a_budgets_state_is_kept():
+    def budget():
+        return Budget("das", CostTable.linear(1, 0.1), short_below=10, long_from=20)
+
+    one, two = budget(), budget()
+    one.finished(5.0, 300)
+    one.observe(7, 3)
+    two.load_state_dict(one.state_dict())
+    assert two.per_token(4) == one.per_token(4)
+    assert two.survival.counts.tolist() == one.survival.counts.tolist()
 
 
 def test_an_unknown_policy_is_refused_with_the_nearest():

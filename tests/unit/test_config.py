@@ -52,6 +52,27 @@ def test_the_resolved_config_is_a_config(tmp_path) -> None:
 
 
 BAD_TOML = [
+    (
+        "[rollout]\ndrafter = 'sufix'",
+        "rollout.drafter = 'sufix' is not allowed; did you mean 'suffix'? one of: eagle3",
+    ),
+    (
+        "[budget]\npolicy = 'prize'",
+        "budget.policy = 'prize' is not allowed; did you mean 'price'? one of: off",
+    ),
+    (
+        "[budget]\npolicy = 'fixed'\nfixed_tokens = 9",
+        "budget.fixed_tokens = 9 is beyond the drafter's 4 tokens",
+    ),
+    (
+        "[budget]\nclass_tokens = [8, 0, 24]",
+        "budget.class_tokens = [8, 0, 24] must be three ascending numbers",
+    ),
+    ("[budget]\nfocus = 2", "budget.focus = 2.0 must be in [0, 1]"),
+    ("[rollout]\ndrafter = 'suffix'", "would leave the draft unused: set draft.enabled = false, or"),
+    ("[draft]\nenabled = false\n[rollout]\ndrafter = 'hybrid'", "'hybrid' needs draft.enabled = true"),
+    ("[rollout]\ndrafter = 'hybrid'\n[suffix]\nmax_draft = 200", "a draft of 200 tokens"),
+    ("[suffix]\nwindow = -1", "suffix.window = -1 must be at least 0"),
     ("[drafts]\nx = 1", "unknown key drafts; did you mean draft?"),
     ("[draft]\ntt_steps = 1", "unknown key draft.tt_steps; did you mean draft.ttt_steps?"),
     ("[draft]\nzzz = 1", "unknown key draft.zzz; valid keys here: aux_layers"),

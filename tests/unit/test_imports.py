@@ -17,7 +17,7 @@ LAYERS = [
     {"models", "draft", "parallel", "rollout"},
     {"policy_loss", "optim", "export", "refit", "metrics", "plots"},
     {"assemble", "learner"},
-    {"warmup", "generate"},
+    {"warmup", "generate", "bench"},
     {"trainer"},
     {"cli"},
 ]

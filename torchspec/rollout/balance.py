@@ -7,6 +7,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,8 @@ class LengthStats:
         self._totals: dict[str, list[int]] = {}
         """Problem -> responses, their tokens, how many were truncated."""
         self._pool: deque[int] = deque(maxlen=16 * KEPT)
-        self._sorted: dict[str | None, list[int]] = {}
-        """Sorted lengths of a problem, or of the pool under None; made when asked for."""
+        self._sorted: dict[str | None, tuple[list[int], list[int]]] = {}
+        """Sorted lengths of a problem, or of the pool under None, and the sum of each and all longer ones."""
 
     def observe(self, rollouts: Iterable[Rollout]) -> None:
         for rollout in sorted(rollouts, key=lambda r: (r.problem_id, r.sample)):
@@ -77,7 +78,7 @@ class LengthStats:
 
     def expected(self, problem_id: str) -> tuple[float, float]:
         """Mean and 90th percentile of the last responses; an unknown problem takes those of all problems."""
-        known = self._known(problem_id) or self._known(None)
+        known = self._known(problem_id)[0] or self._known(None)[0]
         if not known:
             return self.default, self.default
         return float(np.mean(known)), float(np.percentile(known, 90))
@@ -92,17 +93,16 @@ class LengthStats:
         return np.array([self._remaining(p, n) for p, n in zip(problem_ids, lengths)], np.float64)
 
     def _remaining(self, problem_id: str, generated: int) -> float:
-        for known in (self._known(problem_id), self._known(None)):
-            longer = known[bisect.bisect_right(known, generated) :]
-            if longer:
-                return sum(longer) / len(longer) - generated
+        for known, sums in (self._known(problem_id), self._known(None)):
+            first = bisect.bisect_right(known, generated)
+            if first < len(known):
+                return sums[first] / (len(known) - first) - generated
         return max(self.default - generated if not self._pool else 0.0, OVERTIME * generated, 1.0)
 
-    def _known(self, problem_id: str | None) -> list[int]:
+    def _known(self, problem_id: str | None) -> tuple[list[int], list[int]]:
         if problem_id not in self._sorted:
-            self._sorted[problem_id] = sorted(
-                self._pool if problem_id is None else self._last.get(problem_id, ())
-            )
+            known = sorted(self._pool if problem_id is None else self._last.get(problem_id, ()))
+            self._sorted[problem_id] = known, list(accumulate(reversed(known)))[::-1]
         return self._sorted[problem_id]
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from torchspec.config import ConfigError
 
 POLICIES = ("off", "fixed", "unlimited", "das", "das_closed", "price")
+CLASSES = ("short", "medium", "long")
 SHORT, MEDIUM, LONG = range(3)
+MEASURED = ("das", "das_closed", "price")
+"""Policies that need the engine's times, and drop drafts that would cost more than they save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,33 +39,23 @@ class CostTable:
     tokens: list[int]
     batches: list[int]
     seconds: list[list[float]]
+    draft: list[list[float]] = dataclasses.field(default_factory=list)
+    """By batch: the draft model's pass over what was verified, and what each token it proposes adds; []: free."""
 
     @classmethod
     def linear(cls, base: float, per_token: float) -> CostTable:
         return cls(tokens=[0, 4096], batches=[1], seconds=[[base, base + 4096 * per_token]])
-
-    @classmethod
-    def measure(
-        cls, run: Callable[[int, int], float], tokens: list[int], batches: list[int], repeats: int = 5
-    ) -> CostTable:
-        """Fill the table with medians of `run(tokens, batch)`, which does one forward and returns its seconds.
-
-        A batch with fewer tokens than requests cannot run: it takes the time of one token a request.
-        """
-        seconds = [
-            [statistics.median(run(max(t, batch), batch) for _ in range(repeats)) for t in tokens]
-            for batch in batches
-        ]
-        return cls(tokens=tokens, batches=batches, seconds=seconds)
 
     def __post_init__(self) -> None:
         increasing = all(
             len(axis) > 0 and all(a < b for a, b in pairwise(axis)) for axis in (self.tokens, self.batches)
         )
         rectangular = [len(row) for row in self.seconds] == [len(self.tokens)] * len(self.batches)
-        if not increasing or not rectangular or len(self.tokens) < 2:
+        drafts = not self.draft or [len(row) for row in self.draft] == [2] * len(self.batches)
+        if not increasing or not rectangular or len(self.tokens) < 2 or not drafts:
             raise ValueError(
-                "a cost table has increasing tokens (2 or more) and batches, and a time for each"
+                "a cost table has increasing tokens (2 or more) and batches, a time for each, and two times of the "
+                "draft for each batch, or none"
             )
 
     def __call__(self, tokens: float, batch: float) -> float:
@@ -72,6 +64,13 @@ class CostTable:
     def marginal(self, tokens: float, batch: float) -> float:
         """Seconds that the next token adds; never negative, however noisy the measurement."""
         return max(self._interpolate(tokens, batch)[1], 0.0)
+
+    def drafting(self, tokens: int, batch: float) -> float:
+        """Seconds in which the draft model proposes `tokens` tokens for each request."""
+        if not self.draft:
+            return 0.0
+        first, each = (float(np.interp(batch, self.batches, column)) for column in zip(*self.draft))
+        return first + tokens * each
 
     def _interpolate(self, tokens: float, batch: float) -> tuple[float, float]:
         grid = np.asarray(self.seconds)
@@ -175,11 +174,13 @@ class Budget:
             limits = self._closed_limits(step.remaining)
         elif self.policy == "price":
             weights = (1 - self.focus) * even + self.focus * criticality(step.remaining)
-            floors = price_floors(
-                self.cost(batch, batch) * weights, self.cost.marginal(batch + self._drafted, batch)
-            )
+            floors = price_floors(self.cost(batch, batch) * weights, self.per_token(batch))
         limits = np.clip(np.minimum(limits, step.room - 1), 0, self.max_draft)
         return Allowance(limits=limits, floors=floors, weights=weights)
+
+    def per_token(self, batch: int) -> float:
+        """Seconds that one more token costs, where the last step ended on the cost table."""
+        return self.cost.marginal(batch + self._drafted, batch)
 
     def gain(
         self, allowance: Allowance, expected: np.ndarray, drafted: int, draft_seconds: float = 0.0
@@ -197,10 +198,7 @@ class Budget:
         return saved * without / (self.cost(batch + drafted, batch) + draft_seconds)
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Count a verify step's draft tokens; "das_closed" derives its efficiency from them.
-
-        The next step's price of a token is taken where this step ended on the cost table.
-        """
+        """Count a verify step's draft tokens; "das_closed" derives its efficiency from them."""
         self._drafted = drafted
         self._totals = 0.999 * self._totals + (drafted, accepted)
 
@@ -208,13 +206,24 @@ class Budget:
         """A request ended with `length` tokens; "das" learns from it."""
         self.survival.observe(expected, length)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "survival": self.survival.counts.copy(),
+            "drafted": self._drafted,
+            "totals": self._totals.copy(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.survival.counts = np.array(state["survival"], np.float64)
+        self._drafted, self._totals = int(state["drafted"]), np.array(state["totals"], np.float64)
+
     def _closed_limits(self, remaining: np.ndarray) -> np.ndarray:
         batch = len(remaining)
         if not batch:
             return np.zeros(0, int)
         rate = float(self._totals[1] / self._totals[0])
         efficiency = np.full(batch, max(rate, 0.01) / self.capacity)
-        per_token = self.cost.marginal(batch + self._drafted, batch)
+        per_token = self.per_token(batch)
         base = self.cost(batch, batch) - per_token * batch
         proposed, rounds = closed_form(
             np.maximum(remaining, 1.0), efficiency, np.full(batch, self.capacity), base, per_token
@@ -233,7 +242,7 @@ class Survival:
 
     def __init__(self, short_below: int, long_from: int) -> None:
         self.bounds = np.array([short_below, long_from])
-        self._counts = np.zeros((3, 1, 3))
+        self.counts = np.zeros((3, 1, 3))
         """By class at the start, bucket of the length so far, final class."""
 
     def class_of(self, length: np.ndarray | float) -> np.ndarray:
@@ -243,19 +252,19 @@ class Survival:
 
     def observe(self, expected: float, length: int) -> None:
         buckets = length // self.BUCKET + 1
-        missing = buckets - self._counts.shape[1]
+        missing = buckets - self.counts.shape[1]
         if missing > 0:
-            self._counts = np.pad(self._counts, ((0, 0), (0, missing), (0, 0)))
+            self.counts = np.pad(self.counts, ((0, 0), (0, missing), (0, 0)))
         start = int(self.class_of(expected))
-        self._counts[start] *= self.DECAY
-        self._counts[start, :buckets, int(self.class_of(length))] += 1.0
+        self.counts[start] *= self.DECAY
+        self.counts[start, :buckets, int(self.class_of(length))] += 1.0
 
     def classes(self, expected: np.ndarray, generated: np.ndarray) -> np.ndarray:
         """The likeliest class of each request, the longer on a tie; never below what its length proves."""
         start = self.class_of(expected)
-        bucket = np.minimum(generated // self.BUCKET, self._counts.shape[1] - 1)
+        bucket = np.minimum(generated // self.BUCKET, self.counts.shape[1] - 1)
         counts = np.where(
-            (generated // self.BUCKET < self._counts.shape[1])[:, None], self._counts[start, bucket], 0.0
+            (generated // self.BUCKET < self.counts.shape[1])[:, None], self.counts[start, bucket], 0.0
         )
         likely = LONG - np.argmax(counts[:, ::-1], axis=1)
         likely = np.where(counts.sum(axis=1) > 0, likely, start)

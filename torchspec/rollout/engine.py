@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchspec.records import Rollout
 
@@ -83,6 +83,18 @@ class Engine(Protocol):
         Raises:
             ConfigError: a prompt that leaves no room for a response.
         """
+        ...
+
+    def learn(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
+        """Let drafters know what all engines made in an iteration."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the drafters have learned, as plain values and arrays."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` of an engine with the same config gave."""
         ...
 
     def shared_names(self) -> frozenset[str]:

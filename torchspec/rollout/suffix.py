@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,17 @@ def problem_key(problem_id: str | None, prompt_tokens: Sequence[int]) -> str:
     return (
         "prompt:" + hashlib.blake2b(np.asarray(prompt_tokens, np.int64).tobytes(), digest_size=16).hexdigest()
     )
+
+
+def compile_all() -> None:
+    """Compile what a SuffixDrafter runs, or load it from the cache, so that no rollout waits for it."""
+    drafter = SuffixDrafter(window=1, max_draft=1)
+    drafter.start("", "", [0])
+    drafter.propose([""], [1])
+    drafter.extend([""], [[0]], [1])
+    drafter.advance([""], [[0, 0]])
+    drafter.stop("")
+    automata.build(np.array([0, 1, 0], np.int32), np.array([0, 3], np.int64))
 
 
 @dataclass(slots=True)
@@ -140,6 +152,8 @@ class SuffixDrafter:
         self._groups: dict[str, int] = {}
         self._rows: dict[str, int] = {}
         self._problems: dict[str, str] = {}
+        self._scratch: _Requests | None = None
+        """Where `extend` writes."""
         self._allocate_rows(64)
         self._weights = np.concatenate([np.ones(batch.PROBLEM), recency ** np.arange(window)])
         cells = int(np.prod(batch.CELLS))
@@ -242,20 +256,81 @@ class SuffixDrafter:
             limits: most tokens for each request; 0 and less: none.
             floors: a token is proposed while its path probability is at least this; None: 0.
         """
+        none = [()] * len(request_ids)
+        return self._propose(self._requests, request_ids, none, limits, floors)
+
+    def extend(
+        self,
+        request_ids: Sequence[str],
+        given: Sequence[Sequence[int]],
+        limits: Sequence[int] | np.ndarray,
+        floors: Sequence[float] | np.ndarray | None = None,
+    ) -> Drafts:
+        """As `propose`, for what may follow the requests' texts and then `given`, another drafter's tokens.
+
+        Path probabilities begin behind `given`. Nothing of it is kept: the next `advance` is compared with
+        the last `propose`.
+        """
+        if self._scratch is None or len(self._scratch.lengths) != len(self._requests.lengths):
+            self._scratch = _Requests.empty(len(self._requests.lengths), 0, self.max_draft)
+        return self._propose(self._scratch, request_ids, given, limits, floors)
+
+    def _propose(
+        self,
+        out: _Requests,
+        request_ids: Sequence[str],
+        given: Sequence[Sequence[int]],
+        limits: Sequence[int] | np.ndarray,
+        floors: Sequence[float] | np.ndarray | None,
+    ) -> Drafts:
         rows = np.array([self._rows[r] for r in request_ids], np.int64)
+        starts = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(tokens) for tokens in given], out=starts[1:])
+        flat = np.fromiter(chain.from_iterable(given), np.int32, starts[-1])
         limit = np.asarray(limits, np.int64)
         floor = np.zeros(len(rows)) if floors is None else np.asarray(floors, np.float64)
         of = self._requests
         batch.propose(
-            self._table, of.automata, of.states, of.matches, self._weights, self._factors,
-            rows, limit, floor, of.drafts, of.probs, of.plain, of.cells, of.lengths,
+            self._table, of.automata, of.states, of.matches, self._weights, self._factors, rows, flat, starts,
+            limit, floor, out.drafts, out.probs, out.plain, out.cells, out.lengths,
         )  # fmt: skip
-        total = int(of.lengths[rows].sum())
+        total = int(out.lengths[rows].sum())
         drafts = Drafts(
             np.empty(total, np.int32), np.empty(total, np.float32), np.zeros(len(rows) + 1, np.int64)
         )
-        batch.pack(rows, of.drafts, of.probs, of.lengths, drafts.starts, drafts.tokens, drafts.probs)
+        batch.pack(rows, out.drafts, out.probs, out.lengths, drafts.starts, drafts.tokens, drafts.probs)
         return drafts
+
+    def state_dict(self) -> dict[str, Any]:
+        """History and calibration, as plain values and arrays; running requests are not part of it."""
+        return {
+            "iteration": self.iteration,
+            "generations": [
+                {"problem": p, "iteration": i, "nodes": self._arrays[a][0], "slots": self._arrays[a][1]}
+                for p, generations in sorted(self._history.items())
+                for i, a in generations
+            ],
+            "predicted": self._predicted.copy(),
+            "accepted": self._accepted.copy(),
+            "factors": self._factors.copy(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace history and calibration. Raises ValueError while requests are running."""
+        if self._rows:
+            raise ValueError("requests are running")
+        for automaton in [a for generations in self._history.values() for _, a in generations]:
+            self._release(automaton)
+        self._history.clear()
+        self.iteration = int(state["iteration"])
+        for one in state["generations"]:
+            nodes, slots = (np.ascontiguousarray(one[name], np.int32) for name in ("nodes", "slots"))
+            self._history.setdefault(one["problem"], []).append(
+                (int(one["iteration"]), self._register(nodes, slots))
+            )
+        for name in ("predicted", "accepted", "factors"):
+            getattr(self, f"_{name}")[:] = state[name]
+        self._evict()
 
     def _append(self, rows: np.ndarray, scope: int, tokens: np.ndarray, starts: np.ndarray) -> None:
         of, done = self._requests, np.zeros(len(rows), np.int64)

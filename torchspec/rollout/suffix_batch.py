@@ -68,23 +68,28 @@ def append(table, automata, states, rows, scope, tokens, starts, done):
 
 
 @compiled
+def _move(nodes, slots, s, m, tokens):
+    """The longest match's state and length after `tokens`."""
+    for token in tokens:
+        d = child(nodes, slots, s, token)
+        while d < 0 and s > 0:
+            s = nodes[s, LINK]
+            m = nodes[s, LEN]
+            d = child(nodes, slots, s, token)
+        if d >= 0:
+            s = d
+            m += 1
+    return s, m
+
+
+@compiled
 def follow(table, automata, states, matches, r, tokens):
     """Move request r's cursors in its frozen automata over `tokens`, newest generation first."""
     for scope in range(PROBLEM, automata.shape[1]):
         a = automata[r, scope]
         if a < 0:
             break
-        nodes, slots = nodes_of(table, a), slots_of(table, a)
-        s, m = states[r, scope], matches[r, scope]
-        for token in tokens:
-            d = child(nodes, slots, s, token)
-            while d < 0 and s > 0:
-                s = nodes[s, LINK]
-                m = nodes[s, LEN]
-                d = child(nodes, slots, s, token)
-            if d >= 0:
-                s = d
-                m += 1
+        s, m = _move(nodes_of(table, a), slots_of(table, a), states[r, scope], matches[r, scope], tokens)
         states[r, scope] = s
         matches[r, scope] = m
 
@@ -150,6 +155,8 @@ def propose(
     weights,
     factors,
     rows,
+    given,
+    given_starts,
     limits,
     floors,
     drafts,
@@ -161,10 +168,12 @@ def propose(
     """Each request's draft: of its scopes with the longest matches, the one with most expected acceptances.
 
     A token is proposed while there are less than limits[i] and its path probability is at least floors[i].
-    Writes rows of drafts, probs (path probabilities), plain (uncalibrated conditional ones), cells and lengths.
+    The draft follows the request's text and its `given` tokens, ragged, which no cursor keeps. Writes rows of
+    drafts, probs (path probabilities), plain (uncalibrated conditional ones), cells and lengths.
     """
     width = drafts.shape[1]
     walked = np.empty(automata.shape[1], np.bool_)
+    at, longest_match = np.empty(automata.shape[1], np.int32), np.empty(automata.shape[1], np.int32)
     new_tokens, new_cells = np.empty(width, np.int32), np.empty(width, np.int32)
     new_probs, new_plain = np.empty(width, np.float32), np.empty(width, np.float32)
     for i in range(rows.shape[0]):
@@ -183,20 +192,31 @@ def propose(
                 s = states[r, scope]
                 while s > 0 and nodes[s, CONT] == 0:
                     s = nodes[s, LINK]
+                at[scope] = s
                 matches[r, scope] = nodes[s, LEN]
+        at[PROBLEM:scopes] = states[r, PROBLEM:scopes]
+        longest_match[:scopes] = matches[r, :scopes]
+        new = given[given_starts[i] : given_starts[i + 1]]
+        if new.shape[0]:
+            for scope in range(scopes):
+                a = automata[r, scope]
+                if a >= 0:
+                    at[scope], longest_match[scope] = _move(
+                        nodes_of(table, a), slots_of(table, a), at[scope], longest_match[scope], new
+                    )
         walked[:scopes] = False
         best = 0.0
         for _ in range(MAX_WALKS):
             chosen, longest = -1, 0
             for scope in range(scopes):
-                if not walked[scope] and matches[r, scope] > longest:
-                    chosen, longest = scope, matches[r, scope]
+                if not walked[scope] and longest_match[scope] > longest:
+                    chosen, longest = scope, longest_match[scope]
             if chosen < 0:
                 break
             walked[chosen] = True
             nodes = nodes_of(table, automata[r, chosen])
             n, expected = _walk(
-                nodes, states[r, chosen], longest, min(chosen, PROBLEM), weights[chosen], limit, floors[i],
+                nodes, at[chosen], longest, min(chosen, PROBLEM), weights[chosen], limit, floors[i],
                 factors, new_tokens, new_probs, new_plain, new_cells,
             )  # fmt: skip
             if expected > best:

