@@ -24,7 +24,8 @@ class Run:
     steps: int = 100
     """RL steps: rollout, optimizer updates, refit."""
     overwrite: bool = False
-    """Replace an earlier run of this name; otherwise that is an error."""
+    """Replace an earlier run of this name that is finished, or was of another config; otherwise that is an error.
+    A run of this config that was stopped goes on, whatever this says."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -231,6 +232,20 @@ class Parallel:
 
 
 @dataclass(kw_only=True, slots=True)
+class Checkpoint:
+    every: int = 20
+    """Save after every n-th step, after the last, and when the run is told to stop; 0: never."""
+    keep_last: int = 2
+    """The newest n stay."""
+    keep_best: int = 0
+    """So do the n best of the run."""
+    best: Literal["reward", "tau"] = "reward"
+    """What keep_best goes by: mean reward or acceptance length, as measured in the checkpoint's step."""
+    background: bool = True
+    """Train on while a checkpoint is written; only its copy to host memory is waited for."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
@@ -243,4 +258,5 @@ class Config:
     optim: Optim = field(default_factory=Optim)
     warmup: Warmup = field(default_factory=Warmup)
     eval: Eval = field(default_factory=Eval)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     parallel: Parallel = field(default_factory=Parallel)

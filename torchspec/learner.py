@@ -65,6 +65,12 @@ class Learner:
         self.transport = self._transport() if mesh.cp_size > 1 else "ring"
         self._seconds = {"policy": 0.0, "draft": 0.0}
 
+    @property
+    def optimizers(self) -> dict[str, ModelOptimizer]:
+        """Those of the models that learn, by the models' names."""
+        drafts = {"draft": self.draft.optimizer} if self.draft else {}
+        return {"policy": self.policy_optimizer, **drafts}
+
     def reinforce(self, rollouts: Sequence[Rollout], meter: Meter, train_draft: bool) -> None:
         """rl.minibatches GRPO updates on this rank's rollouts; the draft takes part if `train_draft`."""
         count = self.config.rl.minibatches

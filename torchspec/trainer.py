@@ -29,6 +29,7 @@ from torchspec.assemble import (
     score,
     special_ids,
 )
+from torchspec.checkpoint import Checkpoints, Component, newest, reseed, restore
 from torchspec.config import Config, ConfigError, Optim
 from torchspec.data import ProblemOrder, encode_prompts, load_problems
 from torchspec.draft.eagle3 import Eagle3
@@ -51,10 +52,10 @@ from torchspec.models.spec import PolicySpec
 from torchspec.optim import ModelOptimizer
 from torchspec.plots import draw_plots
 from torchspec.records import Problem, Rollout, SpecStats
-from torchspec.refit import refit
+from torchspec.refit import HasWeights, refit
 from torchspec.rollout.engine import Engine, Request
 from torchspec.rollout.vllm import VllmEngine, check_version
-from torchspec.run_folder import create_run_folder, run_folder
+from torchspec.run_folder import create_run_folder, find_run, note, note_resumption
 
 
 class FrozenDraft:
@@ -93,8 +94,9 @@ class Trainer:
         self.prompts = {p.id: t for p, t in zip(known, encode_prompts(self.tokenizer, known, longest))}
         self.draft_spec = draft_spec(config, self.spec) if config.draft.enabled else None
         warmup.check(config, self.problems, self.tokenizer)
-        self.folder = run_folder(config)
-        self.mesh.barrier()  # all ranks have looked before one makes it
+        self.folder, resumes = find_run(config)
+        found = newest(self.folder / "checkpoints") if resumes and self.mesh.is_main else None
+        self.saved = self.mesh.from_main(found)  # all ranks have looked before one makes the folder
 
         self._build_models()
         policy_folder, draft_folder = self._warm_up()
@@ -109,30 +111,37 @@ class Trainer:
             device_type=self.mesh.device.type,
         )
         self.frozen_draft = FrozenDraft(self.draft) if self.draft and config.eval.frozen_draft else None
-        if self.mesh.is_main:  # nothing of an earlier run is removed before this one can start
+        self.done = 0
+        if self.saved:
+            self._resume()
+        elif self.mesh.is_main:  # nothing of an earlier run is removed before this one can start
             create_run_folder(config, self.folder)
         self.mesh.barrier()
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", self.mesh, config.checkpoint)
 
     def fit(self) -> None:
-        """All steps, then export and plots."""
+        """The steps that are left, then export and plots."""
         config = self.config
-        writer = MetricWriter(self.folder) if self.mesh.is_main else None
-        if config.eval.every:
+        writer = MetricWriter(self.folder, self.done) if self.mesh.is_main else None
+        if config.eval.every and not self.done:
             values = self._evaluate()
             if writer:
                 writer.write(0, values)
-        started = time.perf_counter()
-        for step in range(1, config.run.steps + 1):
+        started, first = time.perf_counter(), self.done + 1
+        for step in range(first, config.run.steps + 1):
             values = self.step(step)
             if config.eval.every and (step % config.eval.every == 0 or step == config.run.steps):
                 values |= self._evaluate()
             if writer:
                 writer.write(step, values)
-            spent = time.perf_counter() - started
-            self.say(console_line(step, config.run.steps, values, spent / step * (config.run.steps - step)))
+            self._save(values)
+            spent = (time.perf_counter() - started) / (step - first + 1)
+            self.say(console_line(step, config.run.steps, values, spent * (config.run.steps - step)))
+        self.checkpoints.wait()
         self._export()
         if writer:
             writer.close()
+            note(self.folder, finished=time.strftime("%Y-%m-%d %H:%M:%S %z"))
             self._farewell(draw_plots(self.folder))
 
     def step(self, step: int) -> dict[str, float]:
@@ -142,6 +151,7 @@ class Trainer:
         train_draft = self.draft_spec is not None and every > 0 and step % every == 0
 
         problems = self._my_problems()
+        reseed(config.run.seed, step, self.mesh.rank, "rollout")
         with self._phase(meter, "rollout"):
             rollouts = self._roll_out(problems, config.rollout.samples_per_problem)
         with self._phase(meter, "wait"):
@@ -160,13 +170,8 @@ class Trainer:
         self.policy_version = step
         self.draft_version = step if train_draft else self.draft_version
         with self._phase(meter, "refit"):
-            refit(
-                self.engine,
-                self.policy,
-                self.draft if train_draft else None,
-                policy_version=self.policy_version,
-                draft_version=self.draft_version,
-            )
+            self._refit(self.policy, self.draft if train_draft else None)
+        self.done = step
         meter.maximum("perf/memory_gb", peak_memory_gb(self.mesh.device))
         values = meter.reduce(self.mesh)
         if train_draft:
@@ -246,7 +251,8 @@ class Trainer:
         options = dataclasses.replace(config.draft, train_every=1)
         files = contents(self.base, config.data.path, config.draft.init)
         key = fingerprint(config.model, options, config.data, config.warmup, config.run.seed, files)
-        cached = cache_folder(config) / f"start-{self._from_main(key)}"
+        # The main rank's: copies of a checkpoint on several nodes have different times.
+        cached = cache_folder(config) / f"start-{self.mesh.from_main(key)}"
         policy, draft = cached / "policy", cached / "draft"
         if not config.warmup.steps:
             if self.draft:
@@ -268,11 +274,6 @@ class Trainer:
         export_policy(self.policy, policy, self.base, self.mesh)  # last: its presence says that all is there
         return policy, draft if self.draft else None
 
-    def _from_main(self, key: str) -> str:
-        """The main rank's fingerprint: copies of a checkpoint on several nodes have different times."""
-        mine = torch.tensor([int(key, 16) if self.mesh.is_main else 0])
-        return f"{self.mesh.sum_over_world(mine).item():012x}"
-
     def _renew(self, folder: Path) -> None:
         if self.mesh.is_main:
             shutil.rmtree(folder, ignore_errors=True)
@@ -287,6 +288,36 @@ class Trainer:
             )
         return seen > 0
 
+    # Checkpoints
+
+    def _components(self) -> dict[str, Component]:
+        return {"order": self.order}
+
+    def _save(self, values: dict[str, float]) -> None:
+        """A checkpoint where one is due."""
+        step, settings = self.done, self.config.checkpoint
+        if not settings.every or (step % settings.every and step != self.config.run.steps):
+            return
+        facts = {
+            "step": step,
+            "policy_version": self.policy_version,
+            "draft_version": self.draft_version,
+            "scores": {"reward": values["reward/mean"], "tau": values.get("rollout/tau")},
+        }
+        self.checkpoints.save(facts, self.learner.optimizers, self._components())
+
+    def _resume(self) -> None:
+        """Be where the checkpoint was saved."""
+        assert self.saved
+        restore(self.saved, self.mesh, self.learner.optimizers, self._components())
+        self.done = self.saved.step
+        self.policy_version = self.saved.manifest["policy_version"]
+        self.draft_version = self.saved.manifest["draft_version"]
+        self._refit(self.policy, self.draft)
+        if self.mesh.is_main:
+            note_resumption(self.config, self.folder, self.done)
+        self.say(f"resumed from {self.saved.folder}")
+
     # Parts of a step
 
     def _my_problems(self) -> list[Problem]:
@@ -300,6 +331,14 @@ class Trainer:
         ]
         return self.engine.generate(requests, sampling_of(self.config))
 
+    def _refit(
+        self, policy: Policy | None, draft: HasWeights | None, draft_version: int | None = None
+    ) -> None:
+        versions = {"policy_version": self.policy_version, "draft_version": self.draft_version}
+        if draft_version is not None:
+            versions["draft_version"] = draft_version
+        refit(self.engine, policy, draft, **versions)
+
     def _tau(self, rollouts: list[Rollout]) -> SpecStats:
         return SpecStats.total((r.spec for r in rollouts if r.spec), self.config.rollout.num_draft_tokens)
 
@@ -307,6 +346,7 @@ class Trainer:
         """Reward and tau on the held-out problems; tau of the frozen draft on the same policy and problems."""
         meter = Meter()
         problems = self.held_out[self.mesh.rank :: self.mesh.world_size]
+        reseed(self.config.run.seed, self.done, self.mesh.rank, "eval")
         samples = self.config.eval.samples_per_problem
         with self._phase(meter, "eval"):
             rollouts = self._roll_out(problems, samples)
@@ -315,11 +355,11 @@ class Trainer:
             if self.draft:
                 add_tau(meter, "eval/tau", self._tau(rollouts))
             if self.frozen_draft:
-                versions = {"policy_version": self.policy_version, "draft_version": 0}
-                refit(self.engine, None, self.frozen_draft, **versions)
+                self._refit(None, self.frozen_draft, draft_version=0)
                 add_tau(meter, "eval/tau_frozen", self._tau(self._roll_out(problems, samples)))
-                versions["draft_version"] = self.draft_version
-                refit(self.engine, None, self.draft, **versions)
+            # Also without a frozen draft: what evaluation left in the prefix cache must not meet the next step,
+            # or a run that is resumed there would differ.
+            self._refit(None, self.draft if self.frozen_draft else None)
         return meter.reduce(self.mesh)
 
     @contextmanager
@@ -333,6 +373,8 @@ class Trainer:
 
     def _export(self) -> None:
         served = compute_dtype(self.config)
+        self._renew(self.folder / "policy")  # a session that was stopped here, or asked for fewer steps
+        self._renew(self.folder / "draft")
         export_policy(self.policy, self.folder / "policy", self.base, self.mesh, served)
         if self.draft:
             export_draft(self.draft, self.folder / "draft", self.mesh)
@@ -355,6 +397,7 @@ class Trainer:
 
     def close(self) -> None:
         """Free the engine, the workers and the process group."""
+        self.checkpoints.close()
         self.engine.close()
         self.scorer.close()
         self.mesh.close()

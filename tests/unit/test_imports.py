@@ -15,7 +15,7 @@ LAYERS = [
     {"config", "records"},
     {"config_load", "mesh", "packing", "attention", "data", "rewards", "run_folder"},
     {"models", "draft", "parallel", "rollout"},
-    {"policy_loss", "optim", "export", "refit", "metrics", "plots"},
+    {"policy_loss", "optim", "checkpoint", "export", "refit", "metrics", "plots"},
     {"assemble", "learner"},
     {"warmup", "generate"},
     {"trainer"},
