@@ -1,4 +1,8 @@
-"""Fault harness: forks savers, kills each at a random instant, and looks at what is left on the disk."""
+"""Fault harness: forks savers, kills each at some instant, and looks at what is left on the disk.
+
+Half of the instants are random; the others are before the 1st, 2nd, ... operation on the file system, which
+random ones would rarely hit.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +32,25 @@ def models() -> dict[str, ModelOptimizer]:
     }
 
 
-def save_for_ever(folder: Path, announce: Path, ready: int) -> None:
-    """Writes to the pipe `ready` after its first save."""
+OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+def die_before(operation: int) -> None:
+    """Kill this process before its n-th operation on the file system from now on."""
+    left = operation
+
+    def count(event: str, _: object) -> None:
+        nonlocal left
+        if event in OPERATIONS:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def save_for_ever(folder: Path, announce: Path, ready: int, operation: int) -> None:
+    """Writes to the pipe `ready` after its first save, and then, unless 0, dies before a file operation."""
     mesh = Mesh(Parallel(), device="cpu")
     optimizers = models()
     saved = newest(folder)
@@ -48,6 +69,9 @@ def save_for_ever(folder: Path, announce: Path, ready: int) -> None:
         if step % 2:  # every other save overlaps with the next step
             checkpoints.wait()
             announce.write_text(str(step))
+            if operation:
+                die_before(operation)
+                operation = 0
             os.write(ready, b".")
 
 
@@ -83,17 +107,18 @@ def main(root: Path, instants: int) -> None:
     folder.mkdir()
     warm_up(root / "warm")
     draw, report = random.Random(0), []
-    for _ in range(instants):
+    for instant in range(instants):
         started, ready = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                save_for_ever(folder, announce, ready)
+                save_for_ever(folder, announce, ready, operation=instant // 2 + 1 if instant % 2 else 0)
             finally:
                 os._exit(1)
         os.read(started, 1)
-        time.sleep(draw.uniform(0, 0.1))
-        os.kill(child, signal.SIGKILL)
+        if instant % 2 == 0:
+            time.sleep(draw.uniform(0, 0.1))
+            os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), "the saver ended by itself"
         os.close(started)
