@@ -240,14 +240,17 @@ def restore(
 
 
 def tensors_of(optimizers: Mapping[str, ModelOptimizer]) -> dict[str, Tensor]:
-    """Weights, persistent buffers and moments of all models, under names that no layout changes."""
+    """Weights, persistent buffers and moments of all models, under names that no layout changes.
+
+    They share the models' storage, without the gradients.
+    """
     tensors: dict[str, Tensor] = {}
     for name, optimizer in optimizers.items():
         parameters = dict(optimizer.model.named_parameters())
         buffers = {k: x for k, x in optimizer.model.named_buffers() if k in optimizer.model.state_dict()}
         tensors |= {f"{name}.model.{k}": x for k, x in {**parameters, **buffers}.items()}
         tensors |= {f"{name}.adam.{k}": x for k, x in optimizer.moments().items()}
-    return tensors
+    return {name: x.detach() for name, x in tensors.items()}
 
 
 def reseed(seed: int, step: int, rank: int, use: Literal["rollout", "eval"]) -> None:

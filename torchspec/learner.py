@@ -63,6 +63,7 @@ class Learner:
         self.draft = draft
         self.reference = reference
         self.transport = self._transport() if mesh.cp_size > 1 else "ring"
+        self._check: Callable[[], None] = lambda: None
         self._seconds = {"policy": 0.0, "draft": 0.0}
 
     @property
@@ -71,8 +72,18 @@ class Learner:
         drafts = {"draft": self.draft.optimizer} if self.draft else {}
         return {"policy": self.policy_optimizer, **drafts}
 
-    def reinforce(self, rollouts: Sequence[Rollout], meter: Meter, train_draft: bool) -> None:
-        """rl.minibatches GRPO updates on this rank's rollouts; the draft takes part if `train_draft`."""
+    def reinforce(
+        self,
+        rollouts: Sequence[Rollout],
+        meter: Meter,
+        train_draft: bool,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """rl.minibatches GRPO updates on this rank's rollouts; the draft takes part if `train_draft`.
+
+        `check` is called before each pack until the first update is made: if it raises, nothing has changed.
+        """
+        self._check = check
         count = self.config.rl.minibatches
         rollouts = self.mesh.gather_replica(list(rollouts))
         parts = [self._packs(part) for part in packing.minibatches(rollouts, count)]
@@ -162,6 +173,7 @@ class Learner:
     def _forward(
         self, policy: Policy, batch: Batch, temperature: float, aux_layers: tuple[int, ...] = ()
     ) -> PolicyOutput:
+        self._check()
         rows = self.config.train.logprob_rows
         return policy(batch, temperature=temperature, logprob_rows=rows, aux_layers=aux_layers)
 
@@ -179,6 +191,7 @@ class Learner:
             if train_on and output.taps:
                 with self._timed("draft"):
                     train_on(batch, output.taps)
+        self._check = lambda: None
         with self._timed("policy"):
             self._optimizer_step("policy", self.policy_optimizer, meter)
         if draft:

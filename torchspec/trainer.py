@@ -7,12 +7,11 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from torchspec import rewards, warmup
 from torchspec.assemble import (
@@ -32,9 +31,9 @@ from torchspec.assemble import (
 from torchspec.checkpoint import Checkpoints, Component, newest, reseed, restore
 from torchspec.config import Config, ConfigError, Optim
 from torchspec.data import ProblemOrder, encode_prompts, load_problems
-from torchspec.draft.eagle3 import Eagle3
 from torchspec.draft.trainer import DraftTrainer
 from torchspec.export import export_draft, export_policy, load_draft
+from torchspec.interrupt import Interrupt, Stopped
 from torchspec.learner import DraftLearner, Learner
 from torchspec.mesh import Mesh
 from torchspec.metrics import (
@@ -52,20 +51,10 @@ from torchspec.models.spec import PolicySpec
 from torchspec.optim import ModelOptimizer
 from torchspec.plots import draw_plots
 from torchspec.records import Problem, Rollout, SpecStats
-from torchspec.refit import HasWeights, refit
+from torchspec.refit import FrozenCopy, HasWeights, refit
 from torchspec.rollout.engine import Engine, Request
 from torchspec.rollout.vllm import VllmEngine, check_version
 from torchspec.run_folder import create_run_folder, find_run, note, note_resumption
-
-
-class FrozenDraft:
-    """A copy of a draft's weights, for measuring what co-training is worth."""
-
-    def __init__(self, draft: Eagle3) -> None:
-        self._weights = [(name, weight.cpu().clone()) for name, weight in draft.hf_weights()]
-
-    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._weights)
 
 
 class Trainer:
@@ -110,8 +99,10 @@ class Trainer:
             seed=config.run.seed + self.mesh.rank,
             device_type=self.mesh.device.type,
         )
-        self.frozen_draft = FrozenDraft(self.draft) if self.draft and config.eval.frozen_draft else None
-        self.done = 0
+        self.frozen_draft = FrozenCopy(self.draft) if self.draft and config.eval.frozen_draft else None
+        self.done = self.saved_step = 0
+        self.scores: dict[str, float | None] = {}
+        self.interrupt = Interrupt(self.mesh)
         if self.saved:
             self._resume()
         elif self.mesh.is_main:  # nothing of an earlier run is removed before this one can start
@@ -128,21 +119,25 @@ class Trainer:
             if writer:
                 writer.write(0, values)
         started, first = time.perf_counter(), self.done + 1
-        for step in range(first, config.run.steps + 1):
-            values = self.step(step)
-            if config.eval.every and (step % config.eval.every == 0 or step == config.run.steps):
-                values |= self._evaluate()
-            if writer:
-                writer.write(step, values)
-            self._save(values)
-            spent = (time.perf_counter() - started) / (step - first + 1)
-            self.say(console_line(step, config.run.steps, values, spent * (config.run.steps - step)))
-        self.checkpoints.wait()
-        self._export()
+        try:
+            with self.interrupt:
+                for step in range(first, config.run.steps + 1):
+                    values = self.step(step)
+                    if config.eval.every and (step % config.eval.every == 0 or step == config.run.steps):
+                        values |= self._evaluate()
+                    if writer:
+                        writer.write(step, values)
+                    if config.checkpoint.every and step % config.checkpoint.every == 0:
+                        self._save()
+                    spent = (time.perf_counter() - started) / (step - first + 1)
+                    left = spent * (config.run.steps - step)
+                    self.say(console_line(step, config.run.steps, values, left))
+        except Stopped:
+            self._stop()
+        else:
+            self._finish()
         if writer:
             writer.close()
-            note(self.folder, finished=time.strftime("%Y-%m-%d %H:%M:%S %z"))
-            self._farewell(draw_plots(self.folder))
 
     def step(self, step: int) -> dict[str, float]:
         """Rollout, reward, update, refit; returns the step's metrics, equal on all ranks."""
@@ -150,12 +145,13 @@ class Trainer:
         every = config.draft.train_every
         train_draft = self.draft_spec is not None and every > 0 and step % every == 0
 
-        problems = self._my_problems()
+        self.order_before = self.order.state_dict()
+        problems, rollouts = self._my_problems(), []
         reseed(config.run.seed, step, self.mesh.rank, "rollout")
-        with self._phase(meter, "rollout"):
+        with self._phase(meter, "rollout"), self.interrupt.abandonable():
             rollouts = self._roll_out(problems, config.rollout.samples_per_problem)
         with self._phase(meter, "wait"):
-            self.mesh.barrier()
+            self.interrupt.check()  # also a barrier
         with self._phase(meter, "reward"):
             score(self.scorer, self.tokenizer, problems, rollouts)
             rewards.group_advantages(rollouts, config.rl)
@@ -164,7 +160,7 @@ class Trainer:
         rollout_metrics(rollouts, meter, config.rollout.num_draft_tokens if self.draft_spec else 0)
 
         self.engine.sleep()
-        self.learner.reinforce(rollouts, meter, train_draft)
+        self.learner.reinforce(rollouts, meter, train_draft, self.interrupt.check)
         self.engine.wake()
 
         self.policy_version = step
@@ -177,6 +173,7 @@ class Trainer:
         if train_draft:
             values["draft/tau_simulated"] = simulated_tau(values)
         trained = values["perf/train_policy_s"] + values["perf/train_draft_s"]
+        self.scores = {"reward": values["reward/mean"], "tau": values.get("rollout/tau")}
         values["perf/rollout_tokens_per_s"] = values["rollout/tokens"] / values["perf/rollout_s"]
         values["perf/train_tokens_per_s"] = values.pop("rollout/trained_tokens") / trained
         return values
@@ -293,24 +290,30 @@ class Trainer:
     def _components(self) -> dict[str, Component]:
         return {"order": self.order}
 
-    def _save(self, values: dict[str, float]) -> None:
-        """A checkpoint where one is due."""
-        step, settings = self.done, self.config.checkpoint
-        if not settings.every or (step % settings.every and step != self.config.run.steps):
-            return
-        facts = {
-            "step": step,
-            "policy_version": self.policy_version,
-            "draft_version": self.draft_version,
-            "scores": {"reward": values["reward/mean"], "tau": values.get("rollout/tau")},
-        }
-        self.checkpoints.save(facts, self.learner.optimizers, self._components())
+    def _save(self) -> None:
+        """A checkpoint of the steps done, unless it is there."""
+        if self.config.checkpoint.every and self.done > self.saved_step:
+            facts = {
+                "step": self.done,
+                "policy_version": self.policy_version,
+                "draft_version": self.draft_version,
+                "scores": self.scores,
+            }
+            self.checkpoints.save(facts, self.learner.optimizers, self._components())
+            self.saved_step = self.done
+
+    def _stop(self) -> None:
+        """End before the last step, so that the same command goes on."""
+        self.order.load_state_dict(self.order_before)  # the problems of the step that was dropped come again
+        self._save()
+        self.checkpoints.wait()
+        self.say(f"stopped; the same command goes on after step {self.saved_step}")
 
     def _resume(self) -> None:
         """Be where the checkpoint was saved."""
         assert self.saved
         restore(self.saved, self.mesh, self.learner.optimizers, self._components())
-        self.done = self.saved.step
+        self.done = self.saved_step = self.saved.step
         self.policy_version = self.saved.manifest["policy_version"]
         self.draft_version = self.saved.manifest["draft_version"]
         self._refit(self.policy, self.draft)
@@ -371,13 +374,19 @@ class Trainer:
 
     # The end
 
-    def _export(self) -> None:
+    def _finish(self) -> None:
+        """Export and plots."""
+        self._save()
+        self.checkpoints.wait()
         served = compute_dtype(self.config)
         self._renew(self.folder / "policy")  # a session that was stopped here, or asked for fewer steps
         self._renew(self.folder / "draft")
         export_policy(self.policy, self.folder / "policy", self.base, self.mesh, served)
         if self.draft:
             export_draft(self.draft, self.folder / "draft", self.mesh)
+        if self.mesh.is_main:
+            note(self.folder, finished=time.strftime("%Y-%m-%d %H:%M:%S %z"))
+            self._farewell(draw_plots(self.folder))
 
     def _farewell(self, plots: list[Path]) -> None:
         self.say(f"metrics     {self.folder / 'metrics.jsonl'}")

@@ -3,7 +3,8 @@
     python durable_run.py '[{"log": ..., "kill_at": 0, "overrides": [...]}, ...]'
 
 A file LOG gets a line per rollout. In step `kill_at` (0: never) the process kills itself once the rollouts are
-there; in step `stop_at` it gets a SIGTERM in the middle of `stop_in`. Prints each fork's exit status.
+there; in step `stop_at` it gets a SIGTERM in the middle of the "rollout", or a Ctrl-C in that of the "update", as
+`stop_in` says. Prints each fork's exit status.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 import traceback
+from itertools import count
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ SMALL = {
     "eval.every": 5,
     "eval.frozen_draft": True,
     "checkpoint.every": 5,
+    "train.pack_tokens": 256,
     "run.steps": 10,
 }
 
@@ -59,12 +62,16 @@ def evenness(problem: Problem, response: str) -> float:
 
 
 class Recording(Trainer):
-    def __init__(self, log: str, overrides: list[str], kill_at: int = 0) -> None:
-        self.log, self.kill_at = log, kill_at
+    def __init__(
+        self, log: str, overrides: list[str], kill_at: int = 0, stop_at: int = 0, stop_in: str = ""
+    ) -> None:
+        self.log, self.kill_at, self.stop_at, self.stop_in = log, kill_at, stop_at, stop_in
         defaults = [f"--{key}={json.dumps(value)}" for key, value in SMALL.items()]
         super().__init__(load(None, [*defaults, *overrides]))
 
     def _roll_out(self, problems: list[Problem], samples: int) -> list[Rollout]:
+        if self.done + 1 == self.stop_at:
+            self._stop_in_the_middle()
         rollouts = super()._roll_out(problems, samples)
         with open(f"{self.log}.{self.mesh.rank}", "a") as out:
             for rollout in rollouts:
@@ -72,6 +79,28 @@ class Recording(Trainer):
         if self.done + 1 == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         return rollouts
+
+    def _stop_in_the_middle(self) -> None:
+        if self.stop_in == "rollout":
+            # Once the engine has made some tokens: at its third look for what to schedule.
+            scheduler, steps = self.engine._llm.llm_engine.engine_core.engine_core.scheduler, count(1)
+            schedule = scheduler.schedule
+
+            def signalled(*args: Any, **kwargs: Any) -> Any:
+                if next(steps) == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return schedule(*args, **kwargs)
+
+            scheduler.schedule = signalled
+        else:  # between the packs of the update
+            forward, calls = self.learner._forward, count(1)
+
+            def signalled(*args: Any, **kwargs: Any) -> Any:
+                if next(calls) == 2:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return forward(*args, **kwargs)
+
+            self.learner._forward = signalled
 
 
 def run(scenario: dict[str, Any]) -> None:

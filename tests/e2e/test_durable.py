@@ -54,45 +54,66 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory) -> tuple[Path, str]:
-    """`whole` makes ten steps; `killed` is killed in its eighth, and started again."""
+    """`a` makes ten steps; `b` is killed in its eighth, told to stop in the seventh and the ninth, and ends."""
     folder = tmp_path_factory.mktemp("durable")
-    runs = ["--run.dir", str(folder)]
+
+    def session(run_name: str, log: str, **what: Any) -> dict[str, Any]:
+        overrides = [f"--run.dir={folder}", f"--run.name={run_name}"]
+        return {"log": str(folder / log), "overrides": overrides, **what}
+
     output = run(
         [
-            {"log": str(folder / "whole"), "overrides": [*runs, "--run.name=a"]},
-            {"log": str(folder / "first"), "overrides": [*runs, "--run.name=b"], "kill_at": 8},
-            {"log": str(folder / "second"), "overrides": [*runs, "--run.name=b"]},
+            session("a", "whole"),
+            session("b", "killed", kill_at=8),
+            session("b", "told", stop_at=7, stop_in="rollout"),
+            session("b", "told_again", stop_at=9, stop_in="update"),
+            session("b", "last"),
         ]
     )
-    assert statuses(output) == [0, -9, 0], output[-3000:]
+    assert statuses(output) == [0, -9, 0, 0, 0], output[-3000:]
     return folder, output
 
 
 def test_ten_steps_are_five_and_a_kill_and_five(story) -> None:
     """Bitwise: weights, moments, rollouts under speculation with a sampling draft, metrics."""
     folder, output = story
-    assert f"resumed from {folder}/b/checkpoints/step-000005" in output
-    for step in ("step-000005", "step-000010"):
-        assert_same_tensors(folder / "a" / "checkpoints" / step, folder / "b" / "checkpoints" / step)
+    assert [line.split("/")[-1] for line in output.splitlines() if line.startswith("resumed from")] == [
+        "step-000005",
+        "step-000006",
+        "step-000008",
+    ]
+    assert_same_tensors(*(folder / name / "checkpoints" / "step-000010" for name in "ab"))
     for model in ("policy", "draft"):
         assert_same_tensors(folder / "a" / model, folder / "b" / model)
     rows = measured(folder / "a")
     assert [row["step"] for row in rows] == list(range(11))
     assert measured(folder / "b") == rows
     whole = rollouts(folder / "whole")
-    assert rollouts(folder / "first")[: len(whole) // 2] == whole[: len(whole) // 2]
-    resumed = rollouts(folder / "second")
-    assert resumed == whole[-len(resumed) :]
-    assert {row["done"] for row in resumed} == {5, 6, 7, 8, 9, 10}
+
+    def after(*done: int) -> list[dict[str, Any]]:
+        return [row for row in whole if row["done"] in done]
+
+    assert rollouts(folder / "killed") == after(0, 1, 2, 3, 4, 5, 6, 7)
+    assert rollouts(folder / "told") == [row for row in after(5) if row["draft_version"] == 4][-12:]
+    assert rollouts(folder / "told_again") == after(6, 7, 8)
+    assert rollouts(folder / "last") == after(8, 9, 10)
     # It was a run in which all of this could have differed.
     assert len({row["reward/mean"] for row in rows[1:]}) == 10
     assert len({row["policy/grad_norm"] for row in rows[1:]}) == 10
     assert all(row["rollout/tau"] > 1.2 for row in rows[1:])
-    assert {row["draft_version"] for row in resumed} == {0, 4, 6, 8, 10}
+    assert {row["draft_version"] for row in whole} == {0, 2, 4, 6, 8, 10}
 
 
 def test_a_finished_run_says_so(story) -> None:
     folder, _ = story
     facts = json.loads((folder / "b" / "run.json").read_text())
     assert facts["finished"]
-    assert [session["step"] for session in facts["resumed"]] == [5]
+    assert [session["step"] for session in facts["resumed"]] == [5, 6, 8]
+
+
+def test_a_signal_ends_a_session_with_status_0_and_a_word(story) -> None:
+    _, output = story
+    assert [line for line in output.splitlines() if line.startswith("stopped")] == [
+        "stopped; the same command goes on after step 6",
+        "stopped; the same command goes on after step 8",
+    ]
