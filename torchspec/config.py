@@ -78,7 +78,7 @@ class Draft:
     """ "random", or a folder with an EAGLE-3 draft checkpoint (HF layout), whose shape then counts: vocab_size,
     fc_norm, norm_output, aux_layers, heads, kv_heads and ffn_dim are for random drafts."""
     train_every: int = 1
-    """Train and refit the draft on every n-th step; 0 keeps it frozen."""
+    """Train the draft on every n-th step; 0 keeps it frozen."""
     ttt_steps: int = 7
     """K, the passes of training-time test."""
     pass_decay: float = 0.8
@@ -101,6 +101,8 @@ class Draft:
     """Rows of head and soft cross-entropy computed at a time; logits never exist for more."""
     row_block: int = 0
     """Rows that go through their K passes at a time, exactly; memory of the passes grows with it. 0: all."""
+    min_tau: float = 0.0
+    """Canary: least mean acceptance length (bonus token counted) of a step's rollouts; see [guards]. 0: off."""
     optim: Optim = field(default_factory=lambda: Optim(lr=1e-4))
 
 
@@ -246,6 +248,16 @@ class Checkpoint:
 
 
 @dataclass(kw_only=True, slots=True)
+class Guards:
+    """Crossing a bound is a warning; too many steps in a row end the run."""
+
+    patience: int = 3
+    """Steps in a row beyond a bound, this section's or draft.min_tau, that end the run."""
+    max_kl: float = 0.5
+    """Most that the trainer's policy may be from the engine's: policy/kl_train_rollout, nats a token; 0: off."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
@@ -259,4 +271,5 @@ class Config:
     warmup: Warmup = field(default_factory=Warmup)
     eval: Eval = field(default_factory=Eval)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    guards: Guards = field(default_factory=Guards)
     parallel: Parallel = field(default_factory=Parallel)

@@ -28,6 +28,11 @@ from torchspec.parallel.context import local_rows
 from torchspec.policy_loss import policy_loss, supervised_loss
 from torchspec.records import Batch, Rollout, Taps
 
+
+class NonFinite(FloatingPointError):
+    """A loss or a gradient is not finite, on this rank or another; the optimizer step was not made."""
+
+
 LossOfPack = Callable[[int, PolicyOutput, Batch], Tensor]
 
 
@@ -184,14 +189,21 @@ class Learner:
         draft = self.draft if train_draft else None
         train_on = self._draft_pass(draft.trainer, packs, meter) if draft else None
         aux_layers = draft.trainer.draft.spec.aux_layers if draft else ()
+        total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(packs):
             with self._timed("policy"):
                 output = self._forward(self.policy, batch, temperature, aux_layers)
-                loss(index, output, batch).backward()
+                value = loss(index, output, batch)
+                value.backward()
+                total += value.item()
             if train_on and output.taps:
                 with self._timed("draft"):
                     train_on(batch, output.taps)
         self._check = lambda: None
+        if self.mesh.max_over_world((~total.isfinite()).double()).item():
+            raise NonFinite(
+                f"the policy's loss is not finite (on this rank {total.item()}); no update was made"
+            )
         with self._timed("policy"):
             self._optimizer_step("policy", self.policy_optimizer, meter)
         if draft:
@@ -219,7 +231,10 @@ class Learner:
 
     def _optimizer_step(self, name: str, optimizer: ModelOptimizer, meter: Meter) -> None:
         meter.maximum(f"{name}/lr", optimizer.lr)
-        meter.maximum(f"{name}/grad_norm", optimizer.step())
+        try:
+            meter.maximum(f"{name}/grad_norm", optimizer.step())
+        except FloatingPointError as error:
+            raise NonFinite(str(error)) from error
 
     @contextmanager
     def _timed(self, model: str) -> Generator[None]:

@@ -138,6 +138,26 @@ def _thousands(value: float) -> str:
     return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
 
 
+def farewell(folder: Path, plots: list[Path], num_draft_tokens: int) -> str:
+    """What a finished run has left, and how to serve it; 0 draft tokens: without a draft."""
+    lines = [
+        f"metrics     {folder / 'metrics.jsonl'}",
+        f"TensorBoard tensorboard --logdir {folder / 'tensorboard'}",
+        *(f"plot        {plot}" for plot in plots),
+        f"serve       vllm serve {folder / 'policy'}",
+    ]
+    if num_draft_tokens:
+        spec = {
+            "method": "eagle3",
+            "model": str(folder / "draft"),
+            "num_speculative_tokens": num_draft_tokens,
+            "draft_sample_method": "probabilistic",
+        }
+        # vLLM's CPU backend needs our mends (rollout/vllm_cpu.py) to sample rightly while speculating.
+        lines.append(f"  on a GPU  ... --speculative-config '{json.dumps(spec)}'")
+    return "\n".join(lines)
+
+
 def add_tau(meter: Meter, name: str, stats: SpecStats) -> None:
     """Mean acceptance length over all verify steps, the bonus token counted."""
     meter.mean(name, stats.steps + sum(stats.accepted), stats.steps)

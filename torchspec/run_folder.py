@@ -24,6 +24,7 @@ MAY_CHANGE = (
     "run.dir",
     "run.overwrite",
     "draft.loss_rows",
+    "draft.row_block",
     "draft.min_tau",
     "rollout.max_num_seqs",
     "rollout.kv_cache_gb",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import time
 from collections import Counter
@@ -33,14 +32,16 @@ from torchspec.config import Config, ConfigError, Optim
 from torchspec.data import ProblemOrder, encode_prompts, load_problems
 from torchspec.draft.trainer import DraftTrainer
 from torchspec.export import export_draft, export_policy, load_draft
+from torchspec.guards import Guards, GuardStop
 from torchspec.interrupt import Interrupt, Stopped
-from torchspec.learner import DraftLearner, Learner
+from torchspec.learner import DraftLearner, Learner, NonFinite
 from torchspec.mesh import Mesh
 from torchspec.metrics import (
     Meter,
     MetricWriter,
     add_tau,
     console_line,
+    farewell,
     peak_memory_gb,
     rollout_metrics,
     simulated_tau,
@@ -53,6 +54,7 @@ from torchspec.plots import draw_plots
 from torchspec.records import Problem, Rollout, SpecStats
 from torchspec.refit import FrozenCopy, HasWeights, refit
 from torchspec.rollout.engine import Engine, Request
+from torchspec.rollout.files import write_rollouts
 from torchspec.rollout.vllm import VllmEngine, check_version
 from torchspec.run_folder import create_run_folder, find_run, note, note_resumption
 
@@ -90,6 +92,7 @@ class Trainer:
         self._build_models()
         policy_folder, draft_folder = self._warm_up()
         self.order = ProblemOrder(self.problems, config.run.seed)
+        self.guards = Guards(config)
         self.learner = self._reinforce_learner(policy_folder)
         self.policy_version = self.draft_version = 0
         self.engine: Engine = VllmEngine(
@@ -127,6 +130,7 @@ class Trainer:
                         values |= self._evaluate()
                     if writer:
                         writer.write(step, values)
+                    self.guards.look(step, values)
                     if config.checkpoint.every and step % config.checkpoint.every == 0:
                         self._save()
                     spent = (time.perf_counter() - started) / (step - first + 1)
@@ -160,13 +164,18 @@ class Trainer:
         rollout_metrics(rollouts, meter, config.rollout.num_draft_tokens if self.draft_spec else 0)
 
         self.engine.sleep()
-        self.learner.reinforce(rollouts, meter, train_draft, self.interrupt.check)
+        try:
+            self.learner.reinforce(rollouts, meter, train_draft, self.interrupt.check)
+        except NonFinite as error:
+            raise GuardStop(f"step {step}: {error}; {self._keep(step, rollouts)}") from error
         self.engine.wake()
 
         self.policy_version = step
         self.draft_version = step if train_draft else self.draft_version
         with self._phase(meter, "refit"):
-            self._refit(self.policy, self.draft if train_draft else None)
+            self._refit(
+                self.policy, self.draft
+            )  # also a draft that stands still: engines lose it in their sleep
         self.done = step
         meter.maximum("perf/memory_gb", peak_memory_gb(self.mesh.device))
         values = meter.reduce(self.mesh)
@@ -288,7 +297,7 @@ class Trainer:
     # Checkpoints
 
     def _components(self) -> dict[str, Component]:
-        return {"order": self.order}
+        return {"order": self.order, "guards": self.guards}
 
     def _save(self) -> None:
         """A checkpoint of the steps done, unless it is there."""
@@ -301,6 +310,14 @@ class Trainer:
             }
             self.checkpoints.save(facts, self.learner.optimizers, self._components())
             self.saved_step = self.done
+
+    def _keep(self, step: int, rollouts: list[Rollout]) -> str:
+        """Write the rollouts of a step that failed, for replay; returns where they are."""
+        folder = self.folder / "failed"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"step-{step:06d}-rank-{self.mesh.rank:05d}.jsonl"
+        write_rollouts(path, rollouts)
+        return f"the step's rollouts are in {path}; the same command goes on after step {self.saved_step}"
 
     def _stop(self) -> None:
         """End before the last step, so that the same command goes on."""
@@ -376,9 +393,10 @@ class Trainer:
 
     def _finish(self) -> None:
         """Export and plots."""
+        config = self.config
         self._save()
         self.checkpoints.wait()
-        served = compute_dtype(self.config)
+        served = compute_dtype(config)
         self._renew(self.folder / "policy")  # a session that was stopped here, or asked for fewer steps
         self._renew(self.folder / "draft")
         export_policy(self.policy, self.folder / "policy", self.base, self.mesh, served)
@@ -386,23 +404,8 @@ class Trainer:
             export_draft(self.draft, self.folder / "draft", self.mesh)
         if self.mesh.is_main:
             note(self.folder, finished=time.strftime("%Y-%m-%d %H:%M:%S %z"))
-            self._farewell(draw_plots(self.folder))
-
-    def _farewell(self, plots: list[Path]) -> None:
-        self.say(f"metrics     {self.folder / 'metrics.jsonl'}")
-        self.say(f"TensorBoard tensorboard --logdir {self.folder / 'tensorboard'}")
-        for plot in plots:
-            self.say(f"plot        {plot}")
-        self.say(f"serve       vllm serve {self.folder / 'policy'}")
-        if self.draft:
-            spec = {
-                "method": "eagle3",
-                "model": str(self.folder / "draft"),
-                "num_speculative_tokens": self.config.rollout.num_draft_tokens,
-                "draft_sample_method": "probabilistic",
-            }
-            # vLLM's CPU backend needs our mends (rollout/vllm_cpu.py) to sample rightly while speculating.
-            self.say(f"  on a GPU  ... --speculative-config '{json.dumps(spec)}'")
+            draft_tokens = config.rollout.num_draft_tokens if self.draft else 0
+            self.say(farewell(self.folder, draw_plots(self.folder), draft_tokens))
 
     def close(self) -> None:
         """Free the engine, the workers and the process group."""

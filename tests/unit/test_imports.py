@@ -13,7 +13,7 @@ PACKAGE = ROOT / "torchspec"
 # Lower layers first; a module imports its own layer or those below (docs/design.md).
 LAYERS = [
     {"config", "records"},
-    {"config_load", "mesh", "packing", "attention", "data", "rewards", "run_folder", "interrupt"},
+    {"config_load", "mesh", "packing", "attention", "data", "rewards", "run_folder", "interrupt", "guards"},
     {"models", "draft", "parallel", "rollout"},
     {"policy_loss", "optim", "checkpoint", "export", "refit", "metrics", "plots"},
     {"assemble", "learner"},
