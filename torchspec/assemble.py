@@ -14,10 +14,11 @@ import torch
 from torchspec.config import Config, ConfigError
 from torchspec.data import check_tokenizer
 from torchspec.draft.eagle3 import DraftSpec, Eagle3
+from torchspec.draft.layouts import spec_from_json
 from torchspec.draft.vocab import build_d2t
 from torchspec.export import load_draft
 from torchspec.mesh import Mesh
-from torchspec.models.hf import load_policy, resolve_source
+from torchspec.models.hf import load_policy, read_tensor, resolve_source
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec, read_json
 from torchspec.models.tiny import make_tiny
@@ -165,17 +166,42 @@ def _aux_layers(ids: list[int], layers: int) -> tuple[int, int, int]:
 
 def _checkpoint_spec(folder: Path, policy: PolicySpec) -> DraftSpec:
     path = folder / "config.json"
-    spec = DraftSpec.from_hf_config(read_json(path, "draft.init"))
+    spec = spec_from_json(read_json(path, "draft.init"))
     for name in ("vocab_size", "dim"):
         theirs, ours = getattr(spec, name), getattr(policy, name)
         if theirs != ours:
-            raise ConfigError(f"draft.init: {path} has {name} {theirs}, the policy {ours}")
+            raise ConfigError(
+                f"draft.init: {path} has {name} {theirs}, the policy {ours}; the draft was made for another policy"
+            )
     if spec.max_len < policy.max_len:
         raise ConfigError(
             f"draft.init: {path} has {spec.max_len} positions, model.max_len is {policy.max_len}; lower it"
         )
-    _aux_layers(list(spec.aux_layers), policy.layers)
+    try:
+        _aux_layers(list(spec.aux_layers), policy.layers)
+    except ConfigError as error:
+        raise ConfigError(f"draft.init: {path}: {error}") from None
     return spec
+
+
+def check_draft(config: Config, policy_folder: Path) -> None:
+    """Refuse a draft.init that brings embeddings of its own: a draft shares the policy's.
+
+    Raises:
+        ConfigError: it has some, and they are not the policy's.
+    """
+    if not config.draft.enabled or config.draft.init == "random":
+        return
+    theirs = read_tensor(Path(config.draft.init), "embed_tokens.weight")
+    if theirs is None:
+        return
+    ours = read_tensor(policy_folder, "model.embed_tokens.weight")
+    if ours is None or ours.shape != theirs.shape or not torch.equal(ours.to(theirs.dtype), theirs):
+        raise ConfigError(
+            f"draft.init: {config.draft.init} brings an embed_tokens.weight {list(theirs.shape)} that is not the "
+            f"policy's{'' if ours is None else f' {list(ours.shape)}'}; only drafts that share the policy's "
+            f"embeddings are supported"
+        )
 
 
 def build_draft(config: Config, mesh: Mesh, spec: DraftSpec, text: Counter[int], keep: list[int]) -> Eagle3:

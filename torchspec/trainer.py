@@ -18,6 +18,7 @@ from torchspec.assemble import (
     build_draft,
     build_policy,
     cache_folder,
+    check_draft,
     compute_dtype,
     contents,
     draft_spec,
@@ -84,6 +85,7 @@ class Trainer:
         known = [*self.problems, *self.held_out]
         self.prompts = {p.id: t for p, t in zip(known, encode_prompts(self.tokenizer, known, longest))}
         self.draft_spec = draft_spec(config, self.spec) if config.draft.enabled else None
+        check_draft(config, self.base)
         warmup.check(config, self.problems, self.tokenizer)
         self.folder, resumes = find_run(config)
         found = newest(self.folder / "checkpoints") if resumes and self.mesh.is_main else None

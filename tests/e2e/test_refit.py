@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 
 from torchspec.attention import branch_attention
 from torchspec.draft.eagle3 import DraftSpec, Eagle3
+from torchspec.draft.layouts import Layout, Verifier
 from torchspec.draft.vocab import target_ids
 from torchspec.export import export_draft
 from torchspec.models.hf import load_hf
@@ -309,7 +310,9 @@ def test_the_torch_draft_and_the_engines_propose_the_same_chains(folders, tmp_pa
                 compared += 1
     assert compared > 200
 
-    export_draft(draft, tmp_path / "exported", ALONE)
+    layout: Layout = "speculators" if norms == (draft_vocab == VOCAB) else "eagle3"
+    verifier = Verifier(str(folders["policy2"]), "Qwen3ForCausalLM", K)
+    export_draft(draft, tmp_path / "exported", ALONE, layout, verifier)
     engine = start(folders["policy2"], tmp_path / "exported")
     again = record_proposals(engine)
     assert [r.tokens for r in engine.generate(batch, GREEDY)] == [r.tokens for r in rollouts]

@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
     from torchspec.rollout.engine import NamedWeights
 
-DRAFT_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+DRAFT_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3DraftModel",  # the speculators layout; so is the next
+    "Eagle3Speculator",
+)
 CPU_KV_CACHE_GB = 0.25
 
 
@@ -287,6 +292,8 @@ def check_version(device_type: str) -> None:
 
 def _check_draft(folder: Path, policy_config: dict[str, Any]) -> None:
     config = read_json(folder / "config.json", "draft")
+    if "speculators_config" in config:  # the library's layout, which vLLM reads too
+        config = {**config.get("transformer_layer_config", {}), **config}
     architectures = config.get("architectures") or ["none"]
     if architectures[0] not in DRAFT_ARCHITECTURES:
         raise ConfigError(
