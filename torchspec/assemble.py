@@ -14,10 +14,11 @@ import torch
 from torchspec.config import Config, ConfigError
 from torchspec.data import check_tokenizer
 from torchspec.draft.eagle3 import FSDP_METHODS, DraftSpec, Eagle3
+from torchspec.draft.layouts import spec_from_json
 from torchspec.draft.vocab import build_d2t
 from torchspec.export import load_draft
 from torchspec.mesh import Mesh
-from torchspec.models.hf import load_policy, resolve_source
+from torchspec.models.hf import load_policy, read_tensor, resolve_source
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec, read_json
 from torchspec.models.tiny import make_tiny
@@ -120,6 +121,32 @@ def compute_dtype(config: Config) -> torch.dtype:
     return getattr(torch, config.model.dtype)
 
 
+def check_world(config: Config, mesh: Mesh, problems: int, held_out: int) -> None:
+    """Refuse numbers that this world cannot divide.
+
+    Args:
+        problems, held_out: how many there are.
+
+    Raises:
+        ConfigError: the key, its value, what is allowed.
+    """
+    ranks, replicas = mesh.world_size, mesh.dp_size
+    if mesh.device.type == "cuda" and config.model.dtype == "float32":
+        raise ConfigError("model.dtype = float32 runs on CPU only (flash attention); set it to bfloat16")
+    count, updates = config.rollout.problems_per_step, config.rl.minibatches
+    if count % ranks:
+        raise ConfigError(f"rollout.problems_per_step = {count} must be a multiple of the {ranks} ranks")
+    if count // replicas < updates:
+        raise ConfigError(
+            f"rl.minibatches = {updates} exceeds the {count // replicas} problems of a replica's step"
+        )
+    if config.eval.every and held_out < ranks:
+        raise ConfigError(f"data.eval_size = {held_out} must be at least the {ranks} ranks")
+    most = max(count, config.warmup.problems_per_step if config.warmup.steps else 0)
+    if problems < most:
+        raise ConfigError(f"{problems} problems to train on cannot fill a step of {most}")
+
+
 def draft_spec(config: Config, policy: PolicySpec) -> DraftSpec:
     """The shape of the draft: its checkpoint's, or the policy's but for what [draft] says.
 
@@ -165,17 +192,42 @@ def _aux_layers(ids: list[int], layers: int) -> tuple[int, int, int]:
 
 def _checkpoint_spec(folder: Path, policy: PolicySpec) -> DraftSpec:
     path = folder / "config.json"
-    spec = DraftSpec.from_hf_config(read_json(path, "draft.init"))
+    spec = spec_from_json(read_json(path, "draft.init"))
     for name in ("vocab_size", "dim"):
         theirs, ours = getattr(spec, name), getattr(policy, name)
         if theirs != ours:
-            raise ConfigError(f"draft.init: {path} has {name} {theirs}, the policy {ours}")
+            raise ConfigError(
+                f"draft.init: {path} has {name} {theirs}, the policy {ours}; the draft was made for another policy"
+            )
     if spec.max_len < policy.max_len:
         raise ConfigError(
             f"draft.init: {path} has {spec.max_len} positions, model.max_len is {policy.max_len}; lower it"
         )
-    _aux_layers(list(spec.aux_layers), policy.layers)
+    try:
+        _aux_layers(list(spec.aux_layers), policy.layers)
+    except ConfigError as error:
+        raise ConfigError(f"draft.init: {path}: {error}") from None
     return spec
+
+
+def check_draft(config: Config, policy_folder: Path) -> None:
+    """Refuse a draft.init that brings embeddings of its own: a draft shares the policy's.
+
+    Raises:
+        ConfigError: it has some, and they are not the policy's.
+    """
+    if not config.draft.enabled or config.draft.init == "random":
+        return
+    theirs = read_tensor(Path(config.draft.init), "embed_tokens.weight")
+    if theirs is None:
+        return
+    ours = read_tensor(policy_folder, "model.embed_tokens.weight")
+    if ours is None or ours.shape != theirs.shape or not torch.equal(ours.to(theirs.dtype), theirs):
+        raise ConfigError(
+            f"draft.init: {config.draft.init} brings an embed_tokens.weight {list(theirs.shape)} that is not the "
+            f"policy's{'' if ours is None else f' {list(ours.shape)}'}; only drafts that share the policy's "
+            f"embeddings are supported"
+        )
 
 
 def build_draft(config: Config, mesh: Mesh, spec: DraftSpec, text: Counter[int], keep: list[int]) -> Eagle3:

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 
 from torchspec.config import Config, ConfigError
+from torchspec.guards import GuardStop
 
 
 def main(command: Callable[[list[str]], None], argv: list[str], usage: str) -> int:
     """Run `command` on the arguments; returns the process's exit status.
 
-    0: done. 2: the user's input cannot be used; the reason is the one line on stderr. Anything else that goes
-    wrong is a defect, and raises.
+    0: done, or stopped as it was told to. 2: the user's input cannot be used. 3: a guard stopped the run. The
+    reason is the one line on stderr. Anything else that goes wrong is a defect, and raises.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(usage.strip() + "\n")
@@ -23,6 +24,9 @@ def main(command: Callable[[list[str]], None], argv: list[str], usage: str) -> i
         return 0 if argv else 2
     try:
         command(argv)
+    except GuardStop as error:  # on all ranks, for the same reason
+        print(f"stopped: {error}", file=sys.stderr, flush=True)
+        return 3
     except ConfigError as error:
         rank = os.environ.get("RANK", "0")
         if rank != "0":

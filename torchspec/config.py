@@ -24,7 +24,8 @@ class Run:
     steps: int = 100
     """RL steps: rollout, optimizer updates, refit."""
     overwrite: bool = False
-    """Replace an earlier run of this name; otherwise that is an error."""
+    """Replace an earlier run of this name that is finished, or was of another config; otherwise that is an error.
+    A run of this config that was stopped goes on, whatever this says."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,10 +75,10 @@ class Draft:
     enabled: bool = True
     """Speculate with a co-trained draft; false trains the policy alone, without speculation."""
     init: str = "random"
-    """ "random", or a folder with an EAGLE-3 draft checkpoint (HF layout), whose shape then counts: vocab_size,
+    """ "random", or a folder with an EAGLE-3 draft (HF or speculators layout), whose shape then counts: vocab_size,
     fc_norm, norm_output, aux_layers, heads, kv_heads and ffn_dim are for random drafts."""
     train_every: int = 1
-    """Train and refit the draft on every n-th step; 0 keeps it frozen."""
+    """Train the draft on every n-th step; 0 keeps it frozen."""
     ttt_steps: int = 7
     """K, the passes of training-time test."""
     pass_decay: float = 0.8
@@ -100,6 +101,8 @@ class Draft:
     """Rows of head and soft cross-entropy computed at a time; logits never exist for more."""
     row_block: int = 0
     """Rows that go through their K passes at a time, exactly; memory of the passes grows with it. 0: all."""
+    min_tau: float = 0.0
+    """Canary: least mean acceptance length (bonus token counted) of a step's rollouts; see [guards]. 0: off."""
     optim: Optim = field(default_factory=lambda: Optim(lr=1e-4))
 
 
@@ -278,6 +281,30 @@ class Parallel:
 
 
 @dataclass(kw_only=True, slots=True)
+class Checkpoint:
+    every: int = 20
+    """Save after every n-th step, after the last, and when the run is told to stop; 0: never."""
+    keep_last: int = 2
+    """The newest n stay."""
+    keep_best: int = 0
+    """So do the n best of the run."""
+    best: Literal["reward", "tau"] = "reward"
+    """What keep_best goes by: mean reward or acceptance length, as measured in the checkpoint's step."""
+    background: bool = True
+    """Train on while a checkpoint is written; only its copy to host memory is waited for."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Guards:
+    """Crossing a bound is a warning; too many steps in a row end the run."""
+
+    patience: int = 3
+    """Steps in a row beyond a bound, this section's or draft.min_tau, that end the run."""
+    max_kl: float = 0.5
+    """Most that the trainer's policy may be from the engine's: policy/kl_train_rollout, nats a token; 0: off."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
@@ -293,6 +320,8 @@ class Config:
     optim: Optim = field(default_factory=Optim)
     warmup: Warmup = field(default_factory=Warmup)
     eval: Eval = field(default_factory=Eval)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    guards: Guards = field(default_factory=Guards)
     parallel: Parallel = field(default_factory=Parallel)
 
 

@@ -176,6 +176,12 @@ _AT_LEAST: dict[str, float] = {
     "warmup.draft_steps": 0,
     "eval.every": 0,
     "eval.samples_per_problem": 1,
+    "checkpoint.every": 0,
+    "guards.patience": 1,
+    "guards.max_kl": 0,
+    "draft.min_tau": 0,
+    "checkpoint.keep_last": 1,
+    "checkpoint.keep_best": 0,
     "parallel.cp": 1,
     "parallel.pp": 1,
 }
@@ -242,6 +248,7 @@ def _check_draft(config: Config) -> None:
     if not draft.enabled:
         _require(warmup.draft_steps == 0, "warmup.draft_steps > 0 needs draft.enabled = true")
         _require(not config.eval.frozen_draft, "eval.frozen_draft = true needs draft.enabled = true")
+        _require(config.checkpoint.best != "tau", 'checkpoint.best = "tau" needs draft.enabled = true')
     if config.eval.frozen_draft:
         _require(config.eval.every > 0, "eval.frozen_draft = true needs eval.every > 0")
 

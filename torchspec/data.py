@@ -7,6 +7,7 @@ set folders. Whatever a file holds that cannot be used is a `ConfigError` that n
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import logging
 import random
@@ -365,28 +366,34 @@ class ProblemOrder:
         self.offset += n
         return [self.problems[i] for i in taken]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
             "problems": len(self.problems),
+            "digest": self._digest(),
             "epoch": self.epoch,
             "offset": self.offset,
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state` was taken.
 
         Raises:
             ConfigError: the state belongs to other problems or another seed.
         """
-        here = {"seed": self.seed, "problems": len(self.problems)}
+        here = {"seed": self.seed, "problems": len(self.problems), "digest": self._digest()}
         saved = {name: state[name] for name in here}
         if saved != here:
             raise ConfigError(
-                f"cannot resume the problems' order of {saved} with {here}; restore the [data] settings"
+                f"cannot resume the problems' order of {saved} with {here}; restore the [data] settings and files"
             )
         self._start(state["epoch"])
         self.offset = state["offset"]
+
+    def _digest(self) -> str:
+        """Changes with any problem: files may have been edited since."""
+        known = [(p.id, p.messages, p.answer) for p in self.problems]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
 
     def _start(self, epoch: int) -> None:
         self.epoch, self.offset = epoch, 0

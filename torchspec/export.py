@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torchspec.draft.layouts import Layout, Verifier, checked, config_json, layout_of, renamed
 from torchspec.draft.vocab import build_t2d
 from torchspec.mesh import Mesh
 from torchspec.models.hf import (
@@ -52,21 +53,32 @@ def export_policy(
     _export(folder, policy.hf_weights(dtype), assets, mesh)
 
 
-def export_draft(draft: Eagle3, folder: Path, mesh: Mesh) -> None:
-    """Write `draft` as vLLM's `eagle3` method loads it. Collective.
+def export_draft(
+    draft: Eagle3, folder: Path, mesh: Mesh, layout: Layout = "eagle3", verifier: Verifier | None = None
+) -> None:
+    """Write `draft` as vLLM's `eagle3` method loads it, in either layout. Collective.
+
+    The draft has no embedding: loaders take the policy's. Vocabulary maps are written where it is reduced.
+
+    Args:
+        verifier: what the speculators layout says of the policy.
 
     Raises:
         ConfigError: `folder` exists.
+        RuntimeError: the draft's tensors are not those that loaders require.
     """
 
     def assets(partial: Path) -> None:
-        write_json(partial / "config.json", draft.spec.hf_config())
+        write_json(partial / "config.json", config_json(draft.spec, layout, verifier))
 
-    _export(folder, draft.hf_weights(), assets, mesh)
+    weights = ((renamed(n, layout), x) for n, x in checked(draft.spec, draft.hf_weights()))
+    _export(folder, weights, assets, mesh)
 
 
 def load_draft(draft: Eagle3, folder: Path) -> None:
     """Copy the weights and the vocabulary map of an EAGLE-3 checkpoint into `draft`, sharded or not.
+
+    Either layout. Embeddings in it are not read: `assemble.check_draft` has compared them with the policy's.
 
     Raises:
         ConfigError: no weights, or a missing, unknown or mis-shaped tensor; nothing has been loaded then.
@@ -74,7 +86,10 @@ def load_draft(draft: Eagle3, folder: Path) -> None:
     own = {**dict(draft.named_parameters()), **dict(draft.named_buffers())}
     # t2d is d2t's inverse; checkpoints need not have it, and vLLM ignores it.
     t2d = own.pop("t2d", None)
-    for name, tensor in read_tensors(folder, {name: x.shape for name, x in own.items()}, ignored=("t2d",)):
+    layout = layout_of(read_json(folder / "config.json", "draft"))
+    own = {renamed(name, layout): x for name, x in own.items()}
+    shapes = {name: x.shape for name, x in own.items()}
+    for name, tensor in read_tensors(folder, shapes, ignored=("t2d", "embed_tokens.weight")):
         copy_full(own[name], tensor)
     if t2d is not None:
         t2d.copy_(build_t2d(own["d2t"], draft.spec.vocab_size))

@@ -28,6 +28,11 @@ from torchspec.parallel.context import local_rows
 from torchspec.policy_loss import policy_loss, supervised_loss
 from torchspec.records import Batch, Rollout, Taps
 
+
+class NonFinite(FloatingPointError):
+    """A loss or a gradient is not finite, on this rank or another; the optimizer step was not made."""
+
+
 LossOfPack = Callable[[int, PolicyOutput, Batch], Tensor]
 
 
@@ -63,10 +68,27 @@ class Learner:
         self.draft = draft
         self.reference = reference
         self.transport = self._transport() if mesh.cp_size > 1 else "ring"
+        self._check: Callable[[], None] = lambda: None
         self._seconds = {"policy": 0.0, "draft": 0.0}
 
-    def reinforce(self, rollouts: Sequence[Rollout], meter: Meter, train_draft: bool) -> None:
-        """rl.minibatches GRPO updates on this rank's rollouts; the draft takes part if `train_draft`."""
+    @property
+    def optimizers(self) -> dict[str, ModelOptimizer]:
+        """Those of the models that learn, by the models' names."""
+        drafts = {"draft": self.draft.optimizer} if self.draft else {}
+        return {"policy": self.policy_optimizer, **drafts}
+
+    def reinforce(
+        self,
+        rollouts: Sequence[Rollout],
+        meter: Meter,
+        train_draft: bool,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """rl.minibatches GRPO updates on this rank's rollouts; the draft takes part if `train_draft`.
+
+        `check` is called before each pack until the first update is made: if it raises, nothing has changed.
+        """
+        self._check = check
         count = self.config.rl.minibatches
         rollouts = self.mesh.gather_replica(list(rollouts))
         parts = [self._packs(part) for part in packing.minibatches(rollouts, count)]
@@ -156,6 +178,7 @@ class Learner:
     def _forward(
         self, policy: Policy, batch: Batch, temperature: float, aux_layers: tuple[int, ...] = ()
     ) -> PolicyOutput:
+        self._check()
         rows = self.config.train.logprob_rows
         return policy(batch, temperature=temperature, logprob_rows=rows, aux_layers=aux_layers)
 
@@ -166,13 +189,21 @@ class Learner:
         draft = self.draft if train_draft else None
         train_on = self._draft_pass(draft.trainer, packs, meter) if draft else None
         aux_layers = draft.trainer.draft.spec.aux_layers if draft else ()
+        total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(packs):
             with self._timed("policy"):
                 output = self._forward(self.policy, batch, temperature, aux_layers)
-                loss(index, output, batch).backward()
+                value = loss(index, output, batch)
+                value.backward()
+                total += value.item()
             if train_on and output.taps:
                 with self._timed("draft"):
                     train_on(batch, output.taps)
+        self._check = lambda: None
+        if self.mesh.max_over_world((~total.isfinite()).double()).item():
+            raise NonFinite(
+                f"the policy's loss is not finite (on this rank {total.item()}); no update was made"
+            )
         with self._timed("policy"):
             self._optimizer_step("policy", self.policy_optimizer, meter)
         if draft:
@@ -200,7 +231,10 @@ class Learner:
 
     def _optimizer_step(self, name: str, optimizer: ModelOptimizer, meter: Meter) -> None:
         meter.maximum(f"{name}/lr", optimizer.lr)
-        meter.maximum(f"{name}/grad_norm", optimizer.step())
+        try:
+            meter.maximum(f"{name}/grad_norm", optimizer.step())
+        except FloatingPointError as error:
+            raise NonFinite(str(error)) from error
 
     @contextmanager
     def _timed(self, model: str) -> Generator[None]:

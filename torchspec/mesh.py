@@ -112,6 +112,24 @@ class Mesh:
         dist.all_gather_object(parts, items, group=group)
         return [item for part in parts for item in part]
 
+    def from_main(self, value: T) -> T:
+        """The main rank's `value`, a small plain object, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def new_cpu_group(self) -> dist.ProcessGroup:
+        """A process group of all ranks for host memory; its collectives may run beside all others."""
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)  # every rank is a member
+        return group
+
+    def gather_on_main(self, value: T, group: dist.ProcessGroup) -> list[T]:
+        """Every rank's `value`, by rank, on the main rank; an empty list on the others."""
+        parts: list[T] | None = [value] * self.world_size if self.is_main else None
+        dist.gather_object(value, parts, dst=0, group=group)
+        return parts or []
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:

@@ -61,13 +61,25 @@ class Meter:
 
 
 class MetricWriter:
-    """Writes one row a step to `metrics.jsonl` and TensorBoard; rank 0 only."""
+    """Writes one row a step to `metrics.jsonl` and TensorBoard; rank 0 only.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: the run's.
+        done: steps whose rows stay; what an earlier session wrote of later ones is dropped, as the run makes
+            them again.
+    """
+
+    def __init__(self, folder: Path, done: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._rows = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / "tensorboard"))
+        path = folder / "metrics.jsonl"
+        if path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= done]
+            partial = path.with_name(".metrics.partial")
+            partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            partial.rename(path)
+        self._rows = path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3), **values}
@@ -80,6 +92,14 @@ class MetricWriter:
     def close(self) -> None:
         self._rows.close()
         self._board.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of a row; infinity for a row that was not written to its end."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return float("inf")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -117,6 +137,26 @@ def console_line(step: int, steps: int, values: dict[str, float], seconds_left: 
 
 def _thousands(value: float) -> str:
     return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def farewell(folder: Path, plots: list[Path], num_draft_tokens: int) -> str:
+    """What a finished run has left, and how to serve it; 0 draft tokens: without a draft."""
+    lines = [
+        f"metrics     {folder / 'metrics.jsonl'}",
+        f"TensorBoard tensorboard --logdir {folder / 'tensorboard'}",
+        *(f"plot        {plot}" for plot in plots),
+        f"serve       vllm serve {folder / 'policy'}",
+    ]
+    if num_draft_tokens:
+        spec = {
+            "method": "eagle3",
+            "model": str(folder / "draft"),
+            "num_speculative_tokens": num_draft_tokens,
+            "draft_sample_method": "probabilistic",
+        }
+        # vLLM's CPU backend needs our mends (rollout/vllm_cpu.py) to sample rightly while speculating.
+        lines.append(f"  on a GPU  ... --speculative-config '{json.dumps(spec)}'")
+    return "\n".join(lines)
 
 
 def add_tau(meter: Meter, name: str, stats: SpecStats) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchspec.config import Optim
@@ -21,6 +21,8 @@ class ModelOptimizer:
         self.name = name
         self.model = model
         self.clip = optim.clip
+        self.optim = optim
+        self.total_steps = total_steps
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=optim.lr,
@@ -35,6 +37,33 @@ class ModelOptimizer:
     @property
     def lr(self) -> float:
         return float(self.schedule.get_last_lr()[0])
+
+    @property
+    def updates(self) -> int:
+        """Steps taken so far."""
+        return self.schedule.last_epoch
+
+    def moments(self) -> dict[str, Tensor]:
+        """AdamW's running means by parameter name; empty before the first update."""
+        state = self.optimizer.state
+        return {
+            f"{name}.{key}": state[p][key]
+            for name, p in self.model.named_parameters()
+            for key in ("exp_avg", "exp_avg_sq")
+            if p in state
+        }
+
+    def resume_at(self, updates: int) -> None:
+        """Be as after so many updates but for the moments, which are zeros and are to be filled."""
+        for p in self.model.parameters() if updates else ():
+            self.optimizer.state[p] = {
+                "step": torch.tensor(float(updates), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+        lr = self.optim.lr * lr_factor(self.optim, updates, self.total_steps)
+        self.schedule.load_state_dict({**self.schedule.state_dict(), "last_epoch": updates, "_last_lr": [lr]})
+        self.optimizer.param_groups[0]["lr"] = lr
 
     def step(self) -> float:
         """Clip, update, advance the schedule, clear the gradients; returns the norm before clipping.

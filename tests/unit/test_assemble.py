@@ -24,7 +24,6 @@ from torchspec.mesh import Mesh
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
 from torchspec.records import Problem
-from torchspec.run_folder import create_run_folder, run_folder
 from torchspec.warmup import check, example
 
 
@@ -171,19 +170,3 @@ def test_what_cannot_be_taught_is_refused_before_weights_load(base, policy) -> N
         check(config, [nameless], tokenizer)
     with pytest.raises(ConfigError, match=r"problem p7: prompt and warmup.template have \d+ tokens"):
         check(config, [problem], tokenizer)
-
-
-def test_an_earlier_run_is_kept_unless_it_may_be_replaced(tmp_path) -> None:
-    config = Config()
-    config.run.dir = str(tmp_path)
-    folder = run_folder(config)
-    create_run_folder(config, folder)
-    assert {p.name for p in folder.iterdir()} == {"config.toml", "run.json"}
-    (folder / "precious").touch()
-    with pytest.raises(ConfigError, match="there is a run of this name"):
-        run_folder(config)
-    config.run.overwrite = True
-    assert run_folder(config) == folder
-    assert (folder / "precious").exists()  # until the new run can start
-    create_run_folder(config, folder)
-    assert not (folder / "precious").exists()

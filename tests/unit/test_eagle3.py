@@ -11,7 +11,13 @@ from torchspec.config import ConfigError, Parallel
 from torchspec.draft import eagle3
 from torchspec.draft import trainer as trainer_module
 from torchspec.draft.blocks import make_blocks, pass_counts
-from torchspec.draft.eagle3 import FSDP_METHODS, DraftSpec, Eagle3
+from torchspec.draft.eagle3 import (
+    FSDP_METHODS,
+    DraftSpec,
+    Eagle3,
+    entering_layer_ids,
+    output_layer_ids,
+)
 from torchspec.draft.trainer import DraftTrainer
 from torchspec.mesh import Mesh
 from torchspec.parallel.fsdp import shard
@@ -479,6 +485,15 @@ def test_checkpoint_names_are_vllms(changes, extra):
         assert weights["t2d"].nonzero().flatten().tolist() == (weights["d2t"] + torch.arange(5)).tolist()
 
 
+def test_the_two_conventions_of_layer_ids_differ_by_one():
+    assert output_layer_ids([0, 14, 25]) == [-1, 13, 24]
+    assert entering_layer_ids([-1, 13, 24]) == [0, 14, 25]
+    config = SPEC.hf_config()
+    written = config["eagle_aux_hidden_state_layer_ids"], config["eagle_config"]
+    assert written[0] == list(SPEC.aux_layers)
+    assert written[1]["eagle_aux_hidden_state_layer_ids"] == [i - 1 for i in SPEC.aux_layers]
+
+
 def test_spec_survives_config_json():
     for spec in (SPEC, dataclasses.replace(SPEC, draft_vocab_size=5, fc_norm=False, norm_output=False)):
         assert DraftSpec.from_hf_config(spec.hf_config()) == spec
@@ -489,7 +504,8 @@ def test_config_json_as_other_tools_write_it():
     del config["rope_theta"], config["draft_vocab_size"]
     config["rope_parameters"] = {"rope_theta": 100.0, "rope_type": "default"}
     config["eagle_config"] = {
-        "eagle_aux_hidden_state_layer_ids": config.pop("eagle_aux_hidden_state_layer_ids"),
+        # the ids of layers whose outputs are tapped, one less than of those they enter
+        "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.pop("eagle_aux_hidden_state_layer_ids")],
         "use_aux_hidden_state": True,
     }
     assert DraftSpec.from_hf_config(config) == SPEC

@@ -10,8 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from torchspec.attention import branch_attention
 from torchspec.config import ConfigError, Parallel, TinyModel
 from torchspec.draft.eagle3 import DraftSpec, Eagle3
+from torchspec.draft.layouts import (
+    LAYOUTS,
+    Layout,
+    Verifier,
+    config_json,
+    renamed,
+    required_names,
+    spec_from_json,
+)
 from torchspec.draft.vocab import build_d2t
 from torchspec.export import export_draft, export_policy, load_draft
 from torchspec.mesh import Mesh
@@ -106,24 +116,92 @@ def draft(size: int, seed: int) -> Eagle3:
     return Eagle3(spec, None if size == 40 else build_d2t(counts, size))
 
 
+VERIFIER = Verifier("some/policy", "Qwen3ForCausalLM", draft_tokens=5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [40, 24])
-def test_draft_round_trip(size: int, tmp_path: Path, mesh: Mesh) -> None:
+def test_draft_round_trip(layout: Layout, size: int, tmp_path: Path, mesh: Mesh) -> None:
     trained, other = draft(size, 1), draft(size, 2)
     want = {name: x.clone() for name, x in trained.hf_weights()}
     shard(trained, [], mesh, torch.float32)
     shard(other, [], mesh, torch.float32)
-    export_draft(trained, tmp_path / "draft", mesh)
+    export_draft(trained, tmp_path / "draft", mesh, layout, VERIFIER)
     load_draft(other, tmp_path / "draft")
     got = dict(other.hf_weights())
-    assert got.keys() == want.keys() == load_file(tmp_path / "draft" / "model.safetensors").keys()
+    written = load_file(tmp_path / "draft" / "model.safetensors")
+    assert got.keys() == want.keys() == required_names(trained.spec)
+    assert written.keys() == {renamed(name, layout) for name in want}
+    assert ("layers.0.mlp.up_proj.weight" in written) == (layout == "speculators")
     assert all(torch.equal(got[name], want[name]) for name in want)
-    assert DraftSpec.from_hf_config(json.loads((tmp_path / "draft/config.json").read_text())) == trained.spec
+    assert spec_from_json(json.loads((tmp_path / "draft/config.json").read_text())) == trained.spec
+
+
+def test_an_export_has_just_the_tensors_that_loaders_need(tmp_path: Path, mesh: Mesh, monkeypatch) -> None:
+    trained = draft(24, 1)
+    weights = dict(trained.hf_weights())
+    monkeypatch.setattr(trained, "hf_weights", lambda: [*weights.items(), ("bias", weights["norm.weight"])])
+    with pytest.raises(RuntimeError, match="bias is not a tensor that loaders know"):
+        export_draft(trained, tmp_path / "draft", mesh)
+    monkeypatch.setattr(trained, "hf_weights", lambda: [(n, x) for n, x in weights.items() if n != "d2t"])
+    with pytest.raises(RuntimeError, match="the loaders need d2t"):
+        export_draft(trained, tmp_path / "draft", mesh)
+    assert not list(tmp_path.iterdir())
+
+
+def test_vllm_reads_the_speculators_config_as_ours() -> None:
+    """Its own function, on what we write."""
+    pytest.importorskip("vllm")
+    from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
+
+    spec = draft(24, 1).spec
+    config = config_json(spec, "speculators", VERIFIER)
+    assert SpeculatorsConfig.extract_vllm_speculative_config(config) == {
+        "method": "eagle3",
+        "num_speculative_tokens": 5,
+    }
+    read = SpeculatorsConfig.extract_transformers_pre_trained_config(config)
+    assert DraftSpec.from_hf_config({"target_hidden_size": spec.dim, **read}) == spec
+
+
+def test_the_speculators_library_loads_it_and_computes_the_same(tmp_path: Path, mesh: Mesh) -> None:
+    """Only where that library is installed; it does not fit into this project's environment."""
+    pytest.importorskip("speculators")
+    from speculators.models.eagle3 import Eagle3DraftModel
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    trained = draft(24, 1)
+    shape = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    Qwen3ForCausalLM(Qwen3Config(**shape, **heads)).save_pretrained(tmp_path / "policy")
+    verifier = VERIFIER._replace(path=str(tmp_path / "policy"))
+    export_draft(trained, tmp_path / "draft", mesh, "speculators", verifier)
+    theirs = Eagle3DraftModel.from_pretrained(tmp_path / "draft")
+    torch.manual_seed(5)
+    tokens, aux = torch.randint(0, 40, (9,)), torch.randn(9, 48)
+    embeds = theirs.embed_tokens(tokens)
+    positions = torch.arange(9)
+    cu_seqlens = torch.tensor([0, 9], dtype=torch.int32)
+    with torch.no_grad():
+        hidden = trained._project(list(aux.chunk(3, dim=-1)))
+        layer, x = trained.midlayer, trained.midlayer.inputs(embeds, hidden)
+        (keys, values), queries = layer.self_attn.keys(x, positions), layer.self_attn.queries(x, positions)
+        attended, _ = branch_attention(queries, keys, values, [], [], cu_seqlens)
+        want = trained.lm_head(trained.norm(layer.outputs(hidden, attended)))
+    seen = []
+    theirs.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
+    theirs.requires_grad_(False)  # flex attention on CPU knows no backward
+    theirs(aux[None], tokens[None], torch.zeros(1, 9).long(), position_ids=positions[None], ttt_steps=1)
+    torch.testing.assert_close(seen[0], want, rtol=1e-4, atol=1e-5)
+    assert torch.equal(theirs.d2t, trained.d2t)
+    assert torch.equal(theirs.t2d, trained.t2d)
 
 
 def test_t2d_follows_d2t(tmp_path: Path) -> None:
     trained, other = draft(24, 1), draft(24, 2)
     weights = {name: x for name, x in trained.hf_weights() if name != "t2d"}
     save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(trained.spec.hf_config()))
     assert not torch.equal(other.t2d, trained.t2d)
     load_draft(other, tmp_path)
     assert torch.equal(other.t2d, trained.t2d)
@@ -132,9 +210,10 @@ def test_t2d_follows_d2t(tmp_path: Path) -> None:
 def test_drafts_that_do_not_fit(tmp_path: Path) -> None:
     target = draft(24, 1)
     good = {name: x.clone() for name, x in target.hf_weights()}
+    (tmp_path / "config.json").write_text(json.dumps(target.spec.hf_config()))
     cases = {
         r"lack fc\.weight;": {k: v for k, v in good.items() if k != "fc.weight"},
-        r"have unknown embed_tokens\.weight;": good | {"embed_tokens.weight": torch.zeros(40, 16)},
+        r"have unknown verifier_norm\.weight;": good | {"verifier_norm.weight": torch.zeros(16)},
         r"lm_head\.weight has shape \[40, 16\], but \[24, 16\]": good
         | {"lm_head.weight": torch.zeros(40, 16)},
     }

@@ -13,9 +13,9 @@ PACKAGE = ROOT / "torchspec"
 # Lower layers first; a module imports its own layer or those below (docs/design.md).
 LAYERS = [
     {"config", "records"},
-    {"config_load", "mesh", "packing", "attention", "data", "rewards", "run_folder"},
+    {"config_load", "mesh", "packing", "attention", "data", "rewards", "run_folder", "interrupt", "guards"},
     {"models", "draft", "parallel", "rollout"},
-    {"policy_loss", "optim", "export", "refit", "metrics", "plots"},
+    {"policy_loss", "optim", "checkpoint", "export", "refit", "metrics", "plots"},
     {"assemble", "learner"},
     {"warmup", "generate", "bench"},
     {"trainer"},

@@ -13,7 +13,7 @@ Sources: arXiv 2503.01840 (EAGLE-3, training-time test), arXiv 2609.07108 (branc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +27,25 @@ from torchspec.config import ConfigError
 from torchspec.draft.blocks import Block
 from torchspec.draft.loss import soft_cross_entropy
 from torchspec.draft.vocab import build_t2d, target_ids
+
+
+def output_layer_ids(entering: Iterable[int]) -> list[int]:
+    """Ids of taps in the other convention.
+
+    Here, in vLLM and in speculators' files a tap has the id of the layer it *enters*; SGLang, SpecForge and
+    ModelOpt (`eagle_config` in config.json) name the layer whose *output* it is, one less; -1: the embeddings.
+
+    Example: output_layer_ids([2, 14, 25]) == [1, 13, 24]
+    """
+    return [i - 1 for i in entering]
+
+
+def entering_layer_ids(outputs: Iterable[int]) -> list[int]:
+    """The inverse of `output_layer_ids`."""
+    return [i + 1 for i in outputs]
+
+
+_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +87,8 @@ class DraftSpec:
             "rope_theta": self.rope_theta,
             "max_position_embeddings": self.max_len,
             "tie_word_embeddings": False,
-            "eagle_aux_hidden_state_layer_ids": list(self.aux_layers),
+            _IDS: list(self.aux_layers),  # vLLM looks here first, SGLang only below
+            "eagle_config": {"use_aux_hidden_state": True, _IDS: output_layer_ids(self.aux_layers)},
             "fc_norm": self.fc_norm,
             "norm_output": self.norm_output,
         }
@@ -80,7 +100,10 @@ class DraftSpec:
         Raises:
             ConfigError: a key is missing, or asks for a variant that is not implemented.
         """
-        config = {**config, **(config.get("eagle_config") or {})}
+        nested = dict(config.get("eagle_config") or {})
+        if _IDS in nested:
+            nested[_IDS] = entering_layer_ids(nested[_IDS])
+        config = {**nested, **config}
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope_type = rope.get("rope_type") or rope.get("type") or "default"
         try:
@@ -101,7 +124,7 @@ class DraftSpec:
                 norm_eps=config["rms_norm_eps"],
                 rope_theta=float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]),
                 max_len=config["max_position_embeddings"],
-                aux_layers=tuple(config["eagle_aux_hidden_state_layer_ids"]),
+                aux_layers=tuple(config[_IDS]),
                 fc_norm=config.get("fc_norm", False),
                 norm_output=config.get("norm_output", False),
             )

@@ -129,6 +129,15 @@ def read_tensors(
             yield name, file.get_tensor(name)
 
 
+def read_tensor(folder: Path, name: str) -> Tensor | None:
+    """One tensor of a safetensors checkpoint; None where it has none of that name."""
+    for path in _weight_files(folder):
+        with safe_open(path, "pt") as file:
+            if name in file.offset_keys():
+                return file.get_tensor(name)
+    return None
+
+
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         return [folder / name for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]

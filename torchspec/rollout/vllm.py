@@ -341,6 +341,7 @@ class VllmEngine:
     def _load(self, weights: NamedWeights) -> None:
         self._llm.update_weights({"update_info": {"weights": weights}})
         self._llm.finish_weight_update()
+        self._ask(_compare)
 
     def _refusing_shared(self, draft: NamedWeights) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in draft:
@@ -352,6 +353,11 @@ class VllmEngine:
 
     def _ask(self, question: Any) -> Any:
         return self._llm.collective_rpc(question)[0]
+
+
+def _compare(worker: Any) -> int:
+    """Runs in the worker: raises unless the engine holds the weights that were sent."""
+    return worker.weight_transfer_engine.compare()
 
 
 def _shared_names(worker: Any) -> frozenset[str] | None:

@@ -16,7 +16,12 @@ import torch
 from torchspec.config import ConfigError
 from torchspec.models.spec import read_json
 
-DRAFT_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+DRAFT_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3DraftModel",  # the speculators layout; so is the next
+    "Eagle3Speculator",
+)
 
 
 def check_version(device_type: str) -> None:
@@ -38,6 +43,8 @@ def check_version(device_type: str) -> None:
 
 def check_draft(folder: Path, policy_config: dict[str, Any]) -> None:
     config = read_json(folder / "config.json", "draft")
+    if "speculators_config" in config:  # the library's layout, which vLLM reads too
+        config = {**config.get("transformer_layer_config", {}), **config}
     architectures = config.get("architectures") or ["none"]
     if architectures[0] not in DRAFT_ARCHITECTURES:
         raise ConfigError(

@@ -8,9 +8,9 @@ inside vLLM's layerwise-reload bracket, which is the only way that works where w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -53,10 +53,12 @@ class ByReference(WeightTransferEngine[NoInit, Weights]):
 
     def start_weight_update(self) -> None:
         self._tied = _tied_modules(self.model)
+        self._updated = self.model  # vLLM points `model` back to the policy when an update ends
+        self._sent: dict[str, list[Sent]] = {}
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Weights) -> None:
-        self.model.load_weights(iter(update_info.weights))
+        self.model.load_weights(self._noting(update_info.weights))
         if missing := self._missing():
             self.finish_weight_update()  # close the bracket: the next update starts afresh
             raise RuntimeError(f"weight update is incomplete, too little came for: {', '.join(missing)}")
@@ -70,6 +72,40 @@ class ByReference(WeightTransferEngine[NoInit, Weights]):
     def shutdown(self) -> None:
         pass
 
+    def _noting(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Take a checksum of each tensor on its way."""
+        for name, tensor in weights:
+            place, part = _place(name, is_draft=self.model is not self._default_model)
+            cast = tensor.detach().to(self.model_config.dtype) if tensor.is_floating_point() else tensor
+            self._sent.setdefault(place, []).append(Sent(part, len(tensor), checksum(cast)))
+            yield name, tensor
+
+    def compare(self) -> int:
+        """Compare the engine's own tensors with checksums of what the last update sent.
+
+        It says of as many as it holds in a readable form; on CPU linear layers are repacked, and embeddings,
+        norms and heads remain. Returns how many.
+
+        Raises:
+            RuntimeError: one is not what was sent.
+        """
+        parameters, compared = dict(self._updated.named_parameters()), 0
+        for place, parts in self._sent.items():
+            held, rows = parameters.get(place), 0
+            # Repacked, not a parameter (the map of a reduced vocabulary), or kept in another precision.
+            if held is None or not held.numel() or held.dtype != self.model_config.dtype:
+                continue
+            for sent in sorted(parts):
+                here = checksum(held.detach()[rows : rows + sent.rows])
+                if here != sent.checksum:
+                    raise RuntimeError(
+                        f"refit: {place} in the engine is not what the trainer sent (checksum {here:x}, "
+                        f"{sent.checksum:x} was sent)"
+                    )
+                rows += sent.rows
+                compared += 1
+        return compared
+
     def _missing(self) -> list[str]:
         shared = () if self.model is self._default_model else set(self._default_model.modules())
         return [
@@ -78,6 +114,37 @@ class ByReference(WeightTransferEngine[NoInit, Weights]):
             # The draft's map of a reduced vocabulary sits on the root and never changes: it need not come.
             if name and module not in shared and module not in self._tied and _is_unfilled(module)
         ]
+
+
+class Sent(NamedTuple):
+    """One tensor that was sent: its rank among those fused into a parameter of the engine, rows, checksum."""
+
+    part: int
+    rows: int
+    checksum: int
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """XOR of all elements, as 64-bit floats: where two tensors agree, so does this; computed where they are."""
+    return int(torch.hash_tensor(tensor).view(torch.int64)) if tensor.numel() else 0
+
+
+_FUSED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+
+
+def _place(name: str, *, is_draft: bool) -> tuple[str, int]:
+    """The engine's parameter that a Hugging Face tensor goes to, and its rank among those fused there."""
+    if is_draft and not name.startswith("lm_head."):
+        name = f"model.{name.replace('midlayer.', 'layers.0.')}"
+    *path, module, kind = name.split(".")
+    module, part = _FUSED.get(module, (module, 0))
+    return ".".join([*path, module, kind]), part
 
 
 def _tied_modules(model: torch.nn.Module) -> list[Any]:

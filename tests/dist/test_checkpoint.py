@@ -1,0 +1,100 @@
+"""A checkpoint of one layout goes on in another."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.learning import build, fixed_rollouts, full, make_base, small_config
+from tests.dist.worlds import run_world
+from torchspec.checkpoint import Checkpoints, newest, restore, tensors_of
+from torchspec.config import Checkpoint, Parallel
+from torchspec.mesh import Mesh
+from torchspec.metrics import Meter
+
+pytestmark = pytest.mark.dist
+
+class Owner:
+    """A component whose state differs from rank to rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank, "window": torch.arange(self.rank + 3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rank = state["rank"]
+        assert torch.equal(state["window"], torch.arange(self.rank + 3))
+
+
+def go_on(mesh: Mesh, base: Path, folder: Path, steps: int) -> dict[str, Any]:
+    """Resume from `folder` if there is something, make steps, save; metrics by step and all tensors at the end."""
+    config = small_config(train__pack_tokens=60)
+    config.optim.lr, config.draft.optim.lr = 1e-3, 2e-2
+    learner, _ = build(mesh, base, config)
+    for optimizer in learner.optimizers.values():
+        del optimizer.step  # a test double that does not step
+    saved, owner = newest(folder), Owner(mesh.rank)
+    done = 0
+    if saved:
+        restore(saved, mesh, learner.optimizers, {"owner": owner})
+        done = saved.step
+    checkpoints = Checkpoints(folder, mesh, Checkpoint())
+    mine = [r for r in fixed_rollouts() if int(r.problem_id[1:]) % mesh.dp_size == mesh.dp_rank]
+    metrics = {}
+    for step in range(done + 1, done + steps + 1):
+        meter = Meter()
+        learner.reinforce(mine, meter, train_draft=True)
+        metrics[step] = {k: v for k, v in meter.reduce(mesh).items() if not k.startswith("perf/")}
+    checkpoints.save({"step": done + steps}, learner.optimizers, {"owner": Owner(mesh.rank)})
+    checkpoints.close()
+    tensors = {name: full(x) for name, x in tensors_of(learner.optimizers).items()}
+    return {"metrics": metrics, "tensors": tensors, "owner": owner.rank}
+
+
+def two_ranks(mesh: Mesh, base: Path, root: Path) -> list[dict[str, Any]]:
+    """Four steps without a break; two steps; and, once one rank has made the third, the fourth."""
+    whole, first = go_on(mesh, base, root / "whole", 4), go_on(mesh, base, root / "parts", 2)
+    wait_for(root / "parts" / "step-000003")
+    return [whole, first, go_on(mesh, base, root / "parts", 1)]
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path}"
+        time.sleep(0.1)
+
+
+def test_two_ranks_then_one_then_two_are_two_all_along(tmp_path) -> None:
+    base = make_base(tmp_path / "base")
+    world, root = tmp_path / "world", tmp_path / "checkpoints"
+    world.mkdir()
+    with ThreadPoolExecutor() as pool:
+        pair = pool.submit(run_world, 2, two_ranks, world, base, root)
+        while not (root / "parts" / "step-000002").exists() and not pair.done():
+            time.sleep(0.1)
+        alone = Mesh(Parallel(), device="cpu")
+        second = go_on(alone, base, root / "parts", 1)
+        alone.close()
+        (whole, first, third), (_, other_first, other_third) = pair.result()
+    found = first["metrics"] | second["metrics"] | third["metrics"]
+    assert found.keys() == whole["metrics"].keys() == {1, 2, 3, 4}
+    for step, metrics in whole["metrics"].items():
+        assert found[step].keys() == metrics.keys()
+        for name, value in metrics.items():
+            assert found[step][name] == pytest.approx(value, rel=1e-5, abs=1e-6), (step, name)
+    losses = [metrics["draft/loss"] for metrics in whole["metrics"].values()]
+    assert all(abs(a - b) > 1e-4 for a, b in zip(losses, losses[1:]))
+    assert third["tensors"].keys() == whole["tensors"].keys()
+    for name, want in whole["tensors"].items():
+        torch.testing.assert_close(third["tensors"][name], want, rtol=1e-4, atol=1e-5, msg=name)
+    # A rank takes the state of its own number, or of that modulo the earlier number of ranks.
+    owners = [r["owner"] for r in (first, other_first, second, third, other_third)]
+    assert owners == [0, 1, 0, 0, 0]

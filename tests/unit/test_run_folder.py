@@ -1,0 +1,98 @@
+"""What becomes of an earlier run of the same name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchspec.config import Config, ConfigError
+from torchspec.run_folder import create_run_folder, find_run, note, note_resumption
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    config = Config()
+    config.run.dir = str(tmp_path)
+    return config
+
+
+def make(config: Config, finished: bool = False) -> Path:
+    folder, resumes = find_run(config)
+    assert not resumes
+    create_run_folder(config, folder)
+    if finished:
+        note(folder, finished="now")
+    return folder
+
+
+def test_a_new_run_gets_a_folder_that_says_what_was_asked(config) -> None:
+    folder = make(config)
+    assert {p.name for p in folder.iterdir()} == {"config.toml", "run.json"}
+    facts = json.loads((folder / "run.json").read_text())
+    assert {"argv", "started", "commit", "python", "versions"} == facts.keys()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_stopped_run_goes_on_with_the_same_command(config, overwrite) -> None:
+    config.run.overwrite = overwrite
+    folder = make(config)
+    assert find_run(config) == (folder, True)
+    config.checkpoint.every = 7
+    config.parallel.dp_shard = 4
+    config.train.pack_tokens = 99
+    config.rollout.max_num_seqs = 3
+    assert find_run(config) == (folder, True)
+    note_resumption(config, folder, 40)
+    assert json.loads((folder / "run.json").read_text())["resumed"][0]["step"] == 40
+    assert "pack_tokens = 99" in (folder / "config.toml").read_text()
+
+
+def test_another_config_is_refused_with_the_keys_that_differ(config) -> None:
+    folder = make(config)
+    config.optim.lr, config.data.task_args, config.data.size = 3e-4, {"min": 2}, 64
+    with pytest.raises(ConfigError) as error:
+        find_run(config)
+    message = str(error.value)
+    assert message.startswith(f"{folder} exists, and its config differs in ")
+    assert "optim.lr (1e-06 then, 0.0003 now)" in message
+    assert "data.task_args ({} then, {'min': 2} now)" in message
+    assert "data.size (1024 then, 64 now)" in message
+    assert message.endswith("choose another run.name, or set run.overwrite = true to replace it")
+    config.run.overwrite = True
+    assert find_run(config) == (folder, False)
+    assert (folder / "config.toml").exists()  # until the new run can start
+
+
+def test_more_steps_are_possible_unless_a_schedule_depends_on_their_number(config) -> None:
+    folder = make(config, finished=True)
+    with pytest.raises(ConfigError, match="its run is finished"):
+        find_run(config)
+    config.run.steps += 1
+    assert find_run(config) == (folder, True)
+    note_resumption(config, folder, 100)
+    assert find_run(config) == (folder, True)
+    config.draft.optim.schedule = "cosine"
+    with pytest.raises(ConfigError, match=r"differs in draft\.optim\.schedule"):
+        find_run(config)
+
+
+def test_the_number_of_steps_is_part_of_a_cosine_schedule(config) -> None:
+    config.optim.schedule = "cosine"
+    make(config)
+    config.run.steps += 1
+    with pytest.raises(ConfigError, match=r"differs in run\.steps \(100 then, 101 now\)"):
+        find_run(config)
+
+
+def test_a_folder_that_is_no_run_is_left_alone(config, tmp_path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious").touch()
+    with pytest.raises(ConfigError, match="it holds no run that could be resumed"):
+        find_run(config)
+    config.run.overwrite = True
+    folder, resumes = find_run(config)
+    assert not resumes
+    create_run_folder(config, folder)
+    assert not (folder / "precious").exists()
