@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -24,20 +25,26 @@ from torchspec.run_folder import git_commit, installed_versions
 
 MODES = ("off", "eagle3", "suffix", "hybrid")
 HEADER = (
-    f"{'epoch':>5} {'mode':<8}{'tok/s':>9}{'ratio':>8}{'tau':>7}{'drafted':>9}{'accepted':>10}{'p50 len':>9}"
+    f"{'epoch':>5} {'mode':<8}{'tok/s':>9}{'ratio':>8}{'cpu ratio':>11}{'tau':>7}{'drafted':>9}{'accepted':>10}{'p50 len':>9}"
     f"{'p99 len':>9}{'makespan s':>12}  accepted by position"
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One mode in one epoch. `ratio` is tokens_per_s over that of "off" in the same epoch; nan without it."""
+    """One mode in one epoch.
+
+    `ratio` is tokens_per_s over that of "off" in the same epoch, `cpu_ratio` the same by CPU time of the engine's
+    thread, which other load on the machine does not stretch (CPU engines only); nan without "off".
+    """
 
     epoch: int
     mode: str
     tokens: int
     tokens_per_s: float
     ratio: float
+    tokens_per_cpu_s: float
+    cpu_ratio: float
     tau: float
     drafted: list[int]
     accepted: list[int]
@@ -48,7 +55,7 @@ class Row:
     def line(self) -> str:
         shares = [a / d for a, d in zip(self.accepted, self.drafted) if d][:8]
         return (
-            f"{self.epoch:>5} {self.mode:<8}{self.tokens_per_s:>9.1f}{self.ratio:>7.2f}x{self.tau:>7.2f}"
+            f"{self.epoch:>5} {self.mode:<8}{self.tokens_per_s:>9.1f}{self.ratio:>7.2f}x{self.cpu_ratio:>10.2f}x{self.tau:>7.2f}"
             f"{sum(self.drafted):>9}{sum(self.accepted):>10}{self.length_p50:>9.0f}{self.length_p99:>9.0f}"
             f"{self.makespan_s:>12.2f}  {' '.join(f'{share:.2f}' for share in shares)}"
         )
@@ -105,9 +112,12 @@ def bench(
             row, rollouts = _epoch(config, engine, speculators[mode], requests, epoch, mode, greedy_check)
             made.append(row)
             tokens[mode] = [r.tokens for r in rollouts]
-        off = next((row.tokens_per_s for row in made if row.mode == "off"), float("nan"))
+        off = next((row for row in made if row.mode == "off"), None)
         for row in sorted(made, key=lambda row: modes.index(row.mode)):
-            rows.append(dataclasses.replace(row, ratio=row.tokens_per_s / off))
+            if off:
+                ratios = (row.tokens_per_s / off.tokens_per_s, row.tokens_per_cpu_s / off.tokens_per_cpu_s)
+                row = dataclasses.replace(row, ratio=ratios[0], cpu_ratio=ratios[1])
+            rows.append(row)
             print(rows[-1].line(), flush=True)
         _write(out, config, engine, rows)  # what was measured is kept whatever comes
         for mode in modes if greedy_check else ():
@@ -123,7 +133,9 @@ def bench(
 def _check(modes: list[str], draft: Path | None, epochs: int, out: Path) -> None:
     for mode in modes:
         if mode not in MODES:
-            raise ConfigError(f"--modes: {mode!r} is unknown; one of: {', '.join(MODES)}")
+            near = difflib.get_close_matches(mode, MODES, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"--modes: {mode!r} is unknown; {hint}one of: {', '.join(MODES)}")
         if mode in ("eagle3", "hybrid") and draft is None:
             raise ConfigError(f"--modes: {mode} needs --draft, the folder of an EAGLE-3 draft")
     if len(set(modes)) != len(modes):
@@ -164,6 +176,7 @@ def _epoch(
     before = dataclasses.replace(engine.counters)
     rollouts = engine.generate(requests, sampling)
     seconds = engine.counters.seconds - before.seconds
+    cpu_seconds = engine.counters.thread_seconds - before.thread_seconds
     if speculator:
         speculator.lengths.observe(rollouts)
         speculator.learn(epoch, rollouts)
@@ -175,6 +188,8 @@ def _epoch(
         tokens=sum(lengths),
         tokens_per_s=sum(lengths) / seconds,
         ratio=float("nan"),
+        tokens_per_cpu_s=sum(lengths) / cpu_seconds,
+        cpu_ratio=float("nan"),
         tau=stats.tau,
         drafted=stats.drafted,
         accepted=stats.accepted,

@@ -313,6 +313,10 @@ def _check_speculation(config: Config) -> None:
         budget.short_below <= budget.long_from,
         f"budget.short_below = {budget.short_below} cannot exceed budget.long_from = {budget.long_from}",
     )
+    _require(
+        not budget.cost_table or Path(budget.cost_table).is_file(),
+        f"budget.cost_table = {budget.cost_table!r}: there is no such file",
+    )
     _require(0 < budget.capacity < 1, f"budget.capacity = {budget.capacity} must be between 0 and 1")
     _require(0 <= budget.focus <= 1, f"budget.focus = {budget.focus} must be in [0, 1]")
     _require(0 < suffix.recency <= 1, f"suffix.recency = {suffix.recency} must be in (0, 1]")

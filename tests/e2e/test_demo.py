@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from torchspec.metrics import read_metrics
+from torchspec.rollout.budget import CostTable
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "demo_cpu.toml"
+HYBRID = ROOT / "configs" / "hybrid_cpu.toml"
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 pytestmark = pytest.mark.e2e
@@ -112,6 +114,68 @@ def test_any_checkpoint_generates_scored_rollouts(short_run, tmp_path) -> None:
     assert "24 rollouts of 3 problems | reward" in done.stdout
 
 
+@pytest.fixture(scope="module")
+def hybrid_run(tmp_path_factory) -> Path:
+    """Four steps of the hybrid example on two ranks, two epochs over eight problems."""
+    folder = tmp_path_factory.mktemp("runs")
+    short = {
+        "run.steps": "4",
+        "warmup.steps": "0",
+        "warmup.draft_steps": "0",
+        "rollout.problems_per_step": "4",
+        "rollout.samples_per_problem": "4",
+        "rollout.max_new_tokens": "32",
+        "data.size": "8",
+    }
+    overrides = [f"--{k}={v}" for k, v in short.items()]
+    launch = [TORCHRUN, "--standalone", "--nproc_per_node=2", "train.py", str(HYBRID)]
+    done = run(*launch, "--run.dir", str(folder), *overrides)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder / "hybrid"
+
+
+@pytest.mark.dist
+def test_a_hybrid_run_reports_both_drafters(hybrid_run) -> None:
+    rows = read_metrics(hybrid_run)
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    for row in rows:
+        parts = [row[f"speculation/{name}_drafted"] for name in ("eagle3", "suffix")]
+        classes = [row[f"speculation/{name}_drafted"] for name in ("short", "medium", "long")]
+        assert sum(parts) == sum(classes) > 0
+        assert row["rollout/tau"] >= 1
+        assert row["speculation/eagle3_tau"] >= 1
+        assert {"speculation/suffix_accept_15", "speculation/host_ms_per_step", "perf/learn_s"} <= row.keys()
+        assert row["speculation/estimated"] > 0
+        assert row["speculation/measured"] > 0
+    assert rows[-1]["speculation/window_mb"] > rows[0]["speculation/window_mb"] > 0
+    assert CostTable.load(hybrid_run / "cost.json").draft
+
+
+def test_the_bench_compares_all_drafters_in_one_engine(hybrid_run, tmp_path) -> None:
+    out = tmp_path / "bench"
+    options = [
+        "--policy",
+        str(hybrid_run / "policy"),
+        "--draft",
+        str(hybrid_run / "draft"),
+        "--out",
+        str(out),
+    ]
+    options += ["--limit", "4", "--epochs", "2", "--greedy-check", "--rollout.samples_per_problem", "2"]
+    options += ["--budget.cost_table", str(hybrid_run / "cost.json"), "--run.dir", str(tmp_path)]
+    done = run(sys.executable, "rollout.py", "bench", str(HYBRID), *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "greedy tokens of off, eagle3, suffix, hybrid are equal in every epoch" in done.stdout
+    rows = json.loads((out / "bench.json").read_text())["rows"]
+    assert [(row["epoch"], row["mode"]) for row in rows] == [
+        (epoch, mode) for epoch in (1, 2) for mode in ("off", "eagle3", "suffix", "hybrid")
+    ]
+    assert {row["tokens"] for row in rows} == {rows[0]["tokens"]}
+    assert all(row["ratio"] == 1 and not sum(row["drafted"]) for row in rows if row["mode"] == "off")
+    assert rows[6]["tau"] > 2  # the suffix drafter's second epoch
+    assert (out / "bench.png").stat().st_size > 5000
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2700)
 @pytest.mark.dist
@@ -138,6 +202,11 @@ BAD_COMMANDS: list[tuple[list[str], str]] = [
     (["train.py", str(DEMO), "--draft.aux_layers", "[1, 2, 9]"], "three ascending ids from 0 to 4"),
     (["train.py", str(DEMO), "--rollout.max_new_tokens", "120"], "at most 8 fit; raise model.max_len"),
     (["rollout.py", "generate", str(DEMO), "--out", "no/where/x.jsonl"], "its folder does not exist"),
+    (
+        ["rollout.py", "bench", str(HYBRID), "--out", "b", "--modes", "off,sufix"],
+        "'sufix' is unknown; did you mean 'suffix'? one of: off",
+    ),
+    (["train.py", str(HYBRID), "--budget.cost_table", "no.json"], "'no.json': there is no such file"),
     (["rollout.py", "generat", str(DEMO)], "unknown command 'generat'"),
 ]
 

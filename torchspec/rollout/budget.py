@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from torchspec.config import Budget as BudgetConfig
 from torchspec.config import ConfigError
 
 POLICIES = ("off", "fixed", "unlimited", "das", "das_closed", "price")
@@ -89,6 +90,11 @@ class CostTable:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:  # a file of the user's
             raise ConfigError(f"{path}: not a cost table ({error})") from error
+
+
+def given_costs(budget: BudgetConfig) -> CostTable | None:
+    """The table that budget.cost_table names. Raises ConfigError if the file is not one."""
+    return CostTable.load(Path(budget.cost_table)) if budget.cost_table else None
 
 
 @dataclass(kw_only=True, slots=True)

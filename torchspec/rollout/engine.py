@@ -52,7 +52,7 @@ class Counters:
     """What an engine did since it was built; take differences.
 
     Example, after one group of 8 with a prompt of 40 tokens:
-        Counters(samples=8, prompt_tokens=320, cached_tokens=0, tokens=512, seconds=0.4)
+        Counters(samples=8, prompt_tokens=320, cached_tokens=0, tokens=512, seconds=0.4, thread_seconds=0.4)
     """
 
     samples: int = 0
@@ -64,6 +64,8 @@ class Counters:
     """Tokens sampled."""
     seconds: float = 0.0
     """Wall time inside `generate`."""
+    thread_seconds: float = 0.0
+    """CPU time of the calling thread inside `generate`: on CPU what it takes on a machine without other load."""
 
 
 class Engine(Protocol):

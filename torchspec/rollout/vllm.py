@@ -20,7 +20,7 @@ from torchspec.models.spec import read_json
 from torchspec.records import Rollout, SpecStats
 from torchspec.rollout import vllm_cpu
 from torchspec.rollout.balance import LengthStats
-from torchspec.rollout.budget import MEASURED, CostTable
+from torchspec.rollout.budget import MEASURED, CostTable, given_costs
 from torchspec.rollout.calibration import measure
 from torchspec.rollout.engine import Counters, Request, Sampling
 from torchspec.rollout.speculator import Speculator
@@ -91,7 +91,7 @@ class VllmEngine:
         elif config.rollout.drafter == "hybrid":
             raise ConfigError("rollout.drafter = 'hybrid' needs a draft checkpoint, and none was given")
         self.lengths = lengths or LengthStats(default=config.rollout.max_new_tokens)
-        given = CostTable.load(Path(config.budget.cost_table)) if config.budget.cost_table else None
+        given = given_costs(config.budget)
         self.counters = Counters()
         self.policy_version = 0
         self.draft_version = 0
@@ -144,9 +144,10 @@ class VllmEngine:
             for position, (request, _) in enumerate(samples)
         ]
         prompts = [TokensPrompt(prompt_token_ids=request.prompt_tokens) for request, _ in samples]
-        start = time.perf_counter()
+        start = time.perf_counter(), time.thread_time()
         outputs = self._run(prompts, parameters)
-        self.counters.seconds += time.perf_counter() - start
+        self.counters.seconds += time.perf_counter() - start[0]
+        self.counters.thread_seconds += time.thread_time() - start[1]
         if self._hook:
             self._hook.forget()
         return [

@@ -72,6 +72,8 @@ class Hook:
         self.speculator: Speculator | None = None
         self.forced: Forced | None = None
         self._runner = runner
+        # On CPU the thread's own time: other load on the machine is none of the engine's.
+        self._clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
         self._run_model = runner.propose_draft_token_ids
         self._known: dict[str, str] = {}
         """vLLM's request id -> ours."""
@@ -83,7 +85,7 @@ class Hook:
         runner._get_spec_decode_draft_probs = self._draft_probs
 
     def _propose(self, scheduler_output: Any, sampled: Any, *rest: Any) -> list[list[int]]:
-        runner, entered = self._runner, time.perf_counter()
+        runner, entered = self._runner, self._clock()
         ids = runner.input_batch.req_ids
         rows = self._rows(sampled)
         if self.forced:
@@ -97,15 +99,15 @@ class Hook:
         plan = self.speculator.plan(going)
         chains, model_seconds = None, 0.0
         if plan.passes is not None:
-            begun = time.perf_counter()
+            begun = self._clock()
             tokens = self._model_tokens(scheduler_output, sampled, rest, plan.passes)
-            model_seconds = time.perf_counter() - begun
+            model_seconds = self._clock() - begun
             chains = [tokens[row] for row in at]
             self._keep_probs([(ids[row], row, n) for row, n in zip(at, plan.chains.tolist())])
         drafts: list[list[int]] = [[] for _ in rows]
         for row, draft in zip(at, self.speculator.complete(plan, chains)):
             drafts[row] = draft
-        self.speculator.spend(time.perf_counter() - entered - model_seconds, model_seconds)
+        self.speculator.spend(self._clock() - entered - model_seconds, model_seconds)
         return drafts
 
     def forget(self) -> None:
@@ -197,10 +199,10 @@ class Hook:
             forced.steps.append((tokens, entered - begun))
         if forced.model_tokens:
             passes = forced.model_tokens * (forced.done % 2)
-            begun = time.perf_counter()
+            begun = self._clock()
             self._model_tokens(scheduler_output, sampled, rest, passes)
             if forced.done:  # not the prompts
-                forced.drafting.append((passes, time.perf_counter() - begun))
+                forced.drafting.append((passes, self._clock() - begun))
         forced.pending, drafts = None, [[] for _ in rows]
         if len(rows) == forced.requests and all(rows) and forced.done < len(forced.schedule):
             extra = forced.schedule[forced.done] - len(rows)
@@ -208,7 +210,7 @@ class Hook:
             drafts = [
                 [(7 * row[-1] + j) % forced.vocabulary for j in range(n)] for row, n in zip(rows, shares)
             ]
-            forced.pending = forced.schedule[forced.done], time.perf_counter()
+            forced.pending = forced.schedule[forced.done], self._clock()
             forced.done += 1
         return drafts
 
