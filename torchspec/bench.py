@@ -25,8 +25,8 @@ from torchspec.run_folder import git_commit, installed_versions
 
 MODES = ("off", "eagle3", "suffix", "hybrid")
 HEADER = (
-    f"{'epoch':>5} {'mode':<8}{'tok/s':>9}{'ratio':>8}{'cpu ratio':>11}{'tau':>7}{'drafted':>9}{'accepted':>10}{'p50 len':>9}"
-    f"{'p99 len':>9}{'makespan s':>12}  accepted by position"
+    f"{'epoch':>5} {'mode':<8}{'tok/s':>9}{'ratio':>8}{'cpu ratio':>11}{'tau':>7}{'drafted':>9}"
+    f"{'accepted':>10}{'p50 len':>9}{'p99 len':>9}{'makespan s':>12}  accepted by position"
 )
 
 
@@ -55,8 +55,8 @@ class Row:
     def line(self) -> str:
         shares = [a / d for a, d in zip(self.accepted, self.drafted) if d][:8]
         return (
-            f"{self.epoch:>5} {self.mode:<8}{self.tokens_per_s:>9.1f}{self.ratio:>7.2f}x{self.cpu_ratio:>10.2f}x{self.tau:>7.2f}"
-            f"{sum(self.drafted):>9}{sum(self.accepted):>10}{self.length_p50:>9.0f}{self.length_p99:>9.0f}"
+            f"{self.epoch:>5} {self.mode:<8}{self.tokens_per_s:>9.1f}{self.ratio:>7.2f}x{self.cpu_ratio:>10.2f}x"
+            f"{self.tau:>7.2f}{sum(self.drafted):>9}{sum(self.accepted):>10}{self.length_p50:>9.0f}{self.length_p99:>9.0f}"
             f"{self.makespan_s:>12.2f}  {' '.join(f'{share:.2f}' for share in shares)}"
         )
 
