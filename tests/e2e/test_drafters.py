@@ -197,7 +197,7 @@ def test_hybrid_skips_the_drafts_passes_and_extends_its_chains(engine):
     engine.generate(batch, GREEDY)
     assert max(cold) > 0
     # Everything was said before: the draft model proposes next to nothing.
-    assert sum(p > 0 for p in passes) <= len(passes) / 4
+    assert sum(map(bool, passes)) <= len(passes) / 4
 
 
 def test_the_suffix_drafter_goes_on_behind_a_chain(engine, plain):

@@ -106,6 +106,28 @@ def test_passes_end_where_they_cost_more_than_they_save() -> None:
     assert passes(0.6) == 0
 
 
+def test_a_model_that_is_not_worth_its_time_is_left_out_for_a_while() -> None:
+    def speculator(first: float) -> Speculator:
+        cost = CostTable(tokens=[0, 10], batches=[1], seconds=[[1.0, 1.0]], draft=[[first, 0.01]])
+        made = make("hybrid", cost)
+        made.begin("0", "p", PROMPT, 100)
+        step(made, ["0"], [TEXT[:1]])
+        made.end("0")
+        return made
+
+    dear, cheap = speculator(3.0), speculator(0.01)
+    used: dict[str, list[bool]] = {"dear": [], "cheap": []}
+    for iteration in range(10):
+        for name, one in (("dear", dear), ("cheap", cheap)):
+            one.learn(iteration, [])
+            one._probes = 0
+            one.begin("0", "p", PROMPT, 100)
+            used[name].append(one.plan(["0"]).passes is not None)
+            one.end("0")
+    assert used["dear"] == [False] * 8 + [True] + [False]
+    assert all(used["cheap"])
+
+
 @pytest.mark.parametrize("drafter", ["eagle3", "suffix", "hybrid"])
 def test_nothing_is_proposed_where_tokens_cost_as_much_as_steps(drafter) -> None:
     speculator = make(drafter, CostTable(tokens=[0, 10], batches=[1], seconds=[[0.0, 10.0]]))

@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # importing the suffix drafter imports numba
 MODEL, SUFFIX = "eagle3", "suffix"
 PROBES = 4
 """Steps of each iteration in which the draft model proposes all it may, so that its estimates follow it."""
+REST = 8
+"""Iterations that the draft model is left out for, after one in which it was not worth its time."""
 EVIDENCE = 64.0
 """Trials that a position's acceptance is worth at most when an iteration begins."""
 TRUST = 4.0
@@ -122,6 +124,10 @@ class Speculator:
         self._tried = np.ones(self.model_tokens)
         self._accepted = np.full(self.model_tokens, 0.5)
         self._probes = PROBES
+        self._worth = 0.0
+        """Of the draft model in this iteration: log of the estimated gains with it over those without, summed."""
+        self._rest = 0
+        """Iterations to go without it."""
         self._last: tuple[set[str], float, float, float] | None = None
         self._start_tally()
 
@@ -134,6 +140,12 @@ class Speculator:
         self._tried *= scale
         self._accepted *= scale
         self._probes = PROBES
+        self._rest = self._rest - 1 if self._rest else REST * (self._worth < 0)
+        self._worth = 0.0
+
+    @property
+    def _with_model(self) -> bool:
+        return self.model_tokens > 0 and not self._rest
 
     @property
     def window_bytes(self) -> int:
@@ -213,7 +225,7 @@ class Speculator:
             sums = np.concatenate([[0.0], np.cumsum(drafts.probs, dtype=np.float64)])
             saved = sums[drafts.starts[1:]] - sums[drafts.starts[:-1]]
         paths, need = self._model_paths(requests, allowance.limits, allowance.floors)
-        if self._probes and self.model_tokens and need.any():
+        if self._probes and need.any():
             self._probes -= 1
             passes, used, expected_saved = int(need.max()), True, paths.sum(axis=1)
             chains = need
@@ -225,7 +237,7 @@ class Speculator:
         ends = np.concatenate([np.ones((len(ids), 1)), paths], axis=1)[np.arange(len(ids)), chains]
         return Plan(
             ids=ids,
-            passes=passes if self.model_tokens else None,
+            passes=passes if self._with_model else None,
             chains=chains,
             drafts=drafts,
             rest=allowance.limits - chains,
@@ -276,12 +288,14 @@ class Speculator:
             "budget": self.budget.state_dict(),
             "tried": self._tried.copy(),
             "accepted": self._accepted.copy(),
+            "rest": self._rest,
         }
         return state | ({"suffix": self.suffix.state_dict()} if self.suffix else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.budget.load_state_dict(state["budget"])
         self._tried[:], self._accepted[:] = state["tried"], state["accepted"]
+        self._rest = int(state["rest"])
         if self.suffix:
             self.suffix.load_state_dict(state["suffix"])
 
@@ -322,7 +336,7 @@ class Speculator:
         paths = np.cumprod(each, axis=1)
         if self._probes:
             floors = np.zeros_like(floors)
-        allowed = (paths >= floors[:, None]).sum(axis=1)
+        allowed = (paths >= floors[:, None]).sum(axis=1) * self._with_model
         return paths, np.minimum(allowed, np.maximum(limits, 0))
 
     def _choose(
@@ -347,8 +361,9 @@ class Speculator:
         lengths = none if drafts is None else drafts.lengths
         suffix_score = price * saved - per_token * (lengths - saved)
         reach = np.concatenate([np.zeros((batch, 1)), np.cumsum(paths, axis=1)], axis=1)
-        sunk = cost.drafting(0, batch) if self.model_tokens else 0.0
-        best = plain / (plain + sunk), 0, False, none, np.zeros(batch)
+        sunk = self._drafting(0, batch)  # the first pass keeps the model's KV cache complete, wanted or not
+        gain, best = plain / (plain + sunk), (0, False, none, np.zeros(batch))
+        without_model = 1.0
         for passes in range(int(need.max(initial=0)) + 1):
             chains = np.minimum(need, passes)
             model_saved = reach[np.arange(batch), chains]
@@ -357,15 +372,22 @@ class Speculator:
             chains = np.where(by_model, chains, 0)
             expected = np.where(by_model, model_saved, saved)
             drafted = int(np.where(by_model, chains, lengths).sum())
-            seconds = cost.drafting(passes, batch) if self.model_tokens else 0.0
-            gain = (1.0 + float(weights @ expected)) * plain / (cost(batch + drafted, batch) + seconds)
-            if drafted and gain > best[0]:
-                best = gain, passes, True, chains, expected
-        return best[1:]
+            saves = (1.0 + float(weights @ expected)) * plain
+            seconds = cost(batch + drafted, batch)
+            if passes == 0:
+                without_model = max(without_model, saves / seconds)
+            if drafted and saves / (seconds + self._drafting(passes, batch)) > gain:
+                gain = saves / (seconds + self._drafting(passes, batch))
+                best = passes, True, chains, expected
+        self._worth += float(np.log(gain / without_model))
+        return best
+
+    def _drafting(self, passes: int, batch: int) -> float:
+        return self.budget.cost.drafting(passes, batch) if self._with_model else 0.0
 
     def _expect(self, ids: list[str], drafted: int, passes: int, saved: float) -> None:
         """Note what this step should cost and bring, for the estimated speed-up."""
         batch, cost = max(len(ids), 1), self.budget.cost
         plain = cost(batch, batch)
-        drafting = cost.drafting(passes, batch) if self.model_tokens else 0.0
-        self._last = set(ids), plain, plain * (1.0 + saved), cost(batch + drafted, batch) + drafting
+        seconds = cost(batch + drafted, batch) + self._drafting(passes, batch)
+        self._last = set(ids), plain, plain * (1.0 + saved), seconds

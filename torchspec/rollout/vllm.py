@@ -201,6 +201,7 @@ class VllmEngine:
     def learn(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
         if self.speculator:
             self.speculator.learn(iteration, rollouts)
+            self._drop_prefixes()  # it may use the draft model from now on, or no longer
 
     def state_dict(self) -> dict[str, Any]:
         return self.speculator.state_dict() if self.speculator else {}
