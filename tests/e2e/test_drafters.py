@@ -180,7 +180,7 @@ def test_logprobs_are_the_rescored_ones(engine, oracle, drafter):
 def test_hybrid_skips_the_drafts_passes_and_extends_its_chains(engine):
     batch = requests(8, seed=4)
     speculator = speculator_of("hybrid")
-    speculator._probes = 0
+    speculator._probes = ()
     engine.speculate(speculator)
     passes, plans = [], speculator.plan
 
@@ -193,7 +193,6 @@ def test_hybrid_skips_the_drafts_passes_and_extends_its_chains(engine):
     first = engine.generate(batch, GREEDY)
     cold, passes[:] = list(passes), []
     speculator.learn(0, first)
-    speculator._probes = 0
     engine.generate(batch, GREEDY)
     assert max(cold) > 0
     # Everything was said before: the draft model proposes next to nothing.

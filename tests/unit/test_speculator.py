@@ -30,7 +30,7 @@ def make(drafter: str, cost: CostTable = FREE, policy: str = "price", tokens: in
     config.suffix.max_draft = 8
     config.budget.policy = policy
     speculator = Speculator(config, LengthStats(default=30), cost)
-    speculator._probes = 0
+    speculator._probes = ()
     return speculator
 
 
@@ -62,7 +62,7 @@ def test_without_history_the_model_drafts_and_with_it_the_suffix_drafter() -> No
     assert step(speculator, ["0"], [TEXT[:1]]) == [[99] * 4]
     speculator.end("0")
     speculator.learn(0, [rollout(sample=s) for s in range(8)])
-    speculator._probes = 0
+    speculator._probes = ()
     speculator.begin("1", "p", PROMPT, 100)
     assert step(speculator, ["1"], [TEXT[:1]]) == [TEXT[1:9]]
     assert speculator.plan(["1"]).passes == 0
@@ -70,7 +70,8 @@ def test_without_history_the_model_drafts_and_with_it_the_suffix_drafter() -> No
 
 def test_the_suffix_drafter_goes_on_behind_the_models_chain() -> None:
     speculator = make("hybrid")
-    speculator.learn(0, [rollout(sample=s) for s in range(8)])  # probes: the model drafts
+    speculator.learn(0, [rollout(sample=s) for s in range(8)])
+    speculator._probes = (1,)  # the model drafts
     speculator.begin("0", "p", PROMPT, 100)
     speculator.advance(["0"], [TEXT[:1]], [0], [0], 0.0)
     plan = speculator.plan(["0"])
@@ -84,6 +85,7 @@ def test_what_the_model_proposes_does_not_depend_on_its_tokens(chain) -> None:
     """The rule that losslessness rests on: the tokens are drawn after it is decided how many count."""
     speculator = make("hybrid", CostTable(tokens=[0, 10], batches=[1], seconds=[[1.0, 1.2]]))
     speculator.learn(0, [rollout()])
+    speculator._probes = (1,)
     speculator.begin("0", "p", PROMPT, 100)
     speculator.advance(["0"], [TEXT[:1]], [0], [0], 0.0)
     plan = speculator.plan(["0"])
@@ -120,7 +122,7 @@ def test_a_model_that_is_not_worth_its_time_is_left_out_for_a_while() -> None:
     for iteration in range(10):
         for name, one in (("dear", dear), ("cheap", cheap)):
             one.learn(iteration, [])
-            one._probes = 0
+            one._probes = ()
             one.begin("0", "p", PROMPT, 100)
             used[name].append(one.plan(["0"]).passes is not None)
             one.end("0")
@@ -132,7 +134,7 @@ def test_a_model_that_is_not_worth_its_time_is_left_out_for_a_while() -> None:
 def test_nothing_is_proposed_where_tokens_cost_as_much_as_steps(drafter) -> None:
     speculator = make(drafter, CostTable(tokens=[0, 10], batches=[1], seconds=[[0.0, 10.0]]))
     speculator.learn(0, [rollout()])
-    speculator._probes = 0
+    speculator._probes = ()
     speculator.begin("0", "p", PROMPT, 100)
     assert step(speculator, ["0"], [TEXT[:1]]) == [[]]
 
@@ -142,7 +144,7 @@ def test_acceptances_are_counted_by_drafter_class_and_position() -> None:
     speculator.learn(0, [rollout(sample=s) for s in range(8)])
     speculator.begin("0", "p", PROMPT, 100)
     speculator.advance(["0"], [TEXT[:1]], [0], [0], 0.0)
-    speculator._probes = 1  # 4 tokens of the model, 4 behind them
+    speculator._probes = (1,)  # 4 tokens of the model, 4 behind them
     speculator.complete(speculator.plan(["0"]), [TEXT[1:5]])
     speculator.advance(["0"], [TEXT[1:8]], [8], [6], 0.0)
     tally = speculator.take_tally()
@@ -208,7 +210,7 @@ def test_the_order_of_a_batch_does_not_matter() -> None:
     policy=st.sampled_from(["fixed", "unlimited", "das", "das_closed", "price"]),
     drafter=st.sampled_from(["eagle3", "suffix", "hybrid"]),
     rooms=st.lists(st.integers(2, 20), min_size=1, max_size=4),
-    probes=st.integers(0, 2),
+    probes=st.sampled_from([(), (1,)]),
 )
 def test_no_draft_is_longer_than_what_may_come(policy, drafter, rooms, probes) -> None:
     speculator = make(drafter, CostTable.linear(1.0, 0.01), policy)
@@ -225,7 +227,7 @@ def test_no_draft_is_longer_than_what_may_come(policy, drafter, rooms, probes) -
 def test_state_is_plain_and_complete() -> None:
     one = make("hybrid")
     one.learn(0, [rollout(sample=s) for s in range(4)])
-    one._probes = 0
+    one._probes = ()
     one.begin("0", "p", PROMPT, 100)
     step(one, ["0"], [TEXT[:1]])
     one.end("0")
@@ -233,7 +235,7 @@ def test_state_is_plain_and_complete() -> None:
     json.dumps(state, default=lambda array: {"array": np.asarray(array).tolist()})
     two = make("hybrid")
     two.load_state_dict(copy.deepcopy(state))
-    two._probes = 0
+    two._probes = ()
     for speculator in (one, two):
         speculator.begin("1", "p", PROMPT, 100)
     assert step(one, ["1"], [TEXT[:1]]) == step(two, ["1"], [TEXT[:1]]) == [TEXT[1:9]]
@@ -267,6 +269,21 @@ def test_a_continuation_behind_given_tokens_is_the_one_after_them() -> None:
                 assert drafter.propose(["r"], [6]).lists() == before  # nothing has moved
         assert drafts[0].lists() == drafts[1].lists()
         np.testing.assert_allclose(drafts[0].probs, drafts[1].probs, atol=1e-6)
+
+
+def test_while_requests_wait_all_running_ones_count_alike() -> None:
+    speculator = make("suffix", CostTable.linear(1.0, 0.1))
+    seen, allow = [], speculator.budget.allow
+    speculator.budget.allow = lambda s: seen.append(allow(s)) or seen[-1]
+    speculator.announce(3)
+    for own, room in (("0", 10), ("1", 500)):
+        speculator.begin(own, "p", PROMPT, room)
+    speculator.lengths.observe([rollout(), rollout("long", tokens=TEXT * 9)])
+    step(speculator, ["0", "1"], [[1], [1]])
+    assert seen[-1].weights.tolist() == [0.5, 0.5]
+    speculator.begin("2", "long", PROMPT, 500)
+    step(speculator, ["0", "1", "2"], [[1, 1], [1, 1], [1]])
+    assert seen[-1].weights[2] > 0.5
 
 
 def test_an_unknown_problem_and_an_empty_history_are_no_trouble() -> None:

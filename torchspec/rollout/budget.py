@@ -109,6 +109,8 @@ class Step:
     """float [B]: tokens predicted to come (balance.LengthStats.remaining)."""
     expected: np.ndarray
     """float [B]: the problem's median length when the request began; nan: its problem is unknown."""
+    waiting: int = 0
+    """Requests that will take the places of those that end."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -179,7 +181,8 @@ class Budget:
         elif self.policy == "das_closed":
             limits = self._closed_limits(step.remaining)
         elif self.policy == "price":
-            weights = (1 - self.focus) * even + self.focus * criticality(step.remaining)
+            focus = 0.0 if step.waiting else self.focus
+            weights = (1 - focus) * even + focus * criticality(step.remaining)
             floors = price_floors(self.cost(batch, batch) * weights, self.per_token(batch))
         limits = np.clip(np.minimum(limits, step.room - 1), 0, self.max_draft)
         return Allowance(limits=limits, floors=floors, weights=weights)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # importing the suffix drafter imports numba
     from torchspec.rollout.suffix import Drafts
 
 MODEL, SUFFIX = "eagle3", "suffix"
-PROBES = 4
-"""Steps of each iteration in which the draft model proposes all it may, so that its estimates follow it."""
+PROBES = tuple(2**i for i in range(24))
+"""Steps of an iteration, counted from 1, in which the draft model proposes all it may: its estimates follow it."""
 REST = 8
 """Iterations that the draft model is left out for, after one in which it was not worth its time."""
 EVIDENCE = 64.0
@@ -124,6 +124,8 @@ class Speculator:
         self._tried = np.ones(self.model_tokens)
         self._accepted = np.full(self.model_tokens, 0.5)
         self._probes = PROBES
+        self._step = 0
+        self._waiting = 0
         self._worth = 0.0
         """Of the draft model in this iteration: log of the estimated gains with it over those without, summed."""
         self._rest = 0
@@ -139,7 +141,7 @@ class Speculator:
         scale = np.minimum(1.0, EVIDENCE / self._tried)
         self._tried *= scale
         self._accepted *= scale
-        self._probes = PROBES
+        self._step = 0
         self._rest = self._rest - 1 if self._rest else REST * (self._worth < 0)
         self._worth = 0.0
 
@@ -151,8 +153,13 @@ class Speculator:
     def window_bytes(self) -> int:
         return self.suffix.history_bytes if self.suffix else 0
 
+    def announce(self, count: int) -> None:
+        """So many requests will begin: while some of them wait, throughput counts, not who ends last."""
+        self._waiting = count
+
     def begin(self, request_id: str, problem_id: str, prompt_tokens: Sequence[int], room: int) -> None:
         """A request starts; at most `room` tokens will come."""
+        self._waiting = max(self._waiting - 1, 0)
         known = self.lengths.of(problem_id)
         self._requests[request_id] = _Request(problem_id, room, known.p50 if known else float("nan"))
         if self.suffix:
@@ -206,6 +213,7 @@ class Speculator:
 
     def plan(self, request_ids: Sequence[str]) -> Plan:
         """Who drafts how much for these requests, the ones that go on."""
+        self._step += 1
         ids = list(request_ids)
         requests = [self._requests[i] for i in ids]
         generated = np.array([r.generated for r in requests], np.int64)
@@ -215,6 +223,7 @@ class Speculator:
             room=np.array([r.room for r in requests], np.int64) - generated,
             remaining=self.lengths.remaining([r.problem_id for r in requests], generated),
             expected=expected,
+            waiting=self._waiting,
         )
         for request, kind in zip(requests, self.budget.survival.classes(expected, generated).tolist()):
             request.kind = kind
@@ -225,8 +234,7 @@ class Speculator:
             sums = np.concatenate([[0.0], np.cumsum(drafts.probs, dtype=np.float64)])
             saved = sums[drafts.starts[1:]] - sums[drafts.starts[:-1]]
         paths, need = self._model_paths(requests, allowance.limits, allowance.floors)
-        if self._probes and need.any():
-            self._probes -= 1
+        if self._step in self._probes and need.any():
             passes, used, expected_saved = int(need.max()), True, paths.sum(axis=1)
             chains = need
         else:
@@ -334,7 +342,7 @@ class Speculator:
         own = np.array([(r.accepted + TRUST) / (r.predicted + TRUST) for r in requests])
         each = np.minimum(own[:, None] * (self._accepted / self._tried), LARGEST_PROBABILITY)
         paths = np.cumprod(each, axis=1)
-        if self._probes:
+        if self._step in self._probes:
             floors = np.zeros_like(floors)
         allowed = (paths >= floors[:, None]).sum(axis=1) * self._with_model
         return paths, np.minimum(allowed, np.maximum(limits, 0))

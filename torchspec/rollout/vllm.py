@@ -144,6 +144,8 @@ class VllmEngine:
             for position, (request, _) in enumerate(samples)
         ]
         prompts = [TokensPrompt(prompt_token_ids=request.prompt_tokens) for request, _ in samples]
+        if self.speculator:
+            self.speculator.announce(len(samples))
         start = time.perf_counter(), time.thread_time()
         outputs = self._run(prompts, parameters)
         self.counters.seconds += time.perf_counter() - start[0]
