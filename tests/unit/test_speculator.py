@@ -233,8 +233,9 @@ def test_state_is_plain_and_complete() -> None:
     one.end("0")
     state = one.state_dict()
     json.dumps(state, default=lambda array: {"array": np.asarray(array).tolist()})
-    two = make("hybrid")
+    two = make("hybrid", CostTable.linear(2.0, 1.0))
     two.load_state_dict(copy.deepcopy(state))
+    assert two.budget.cost == one.budget.cost
     two._probes = ()
     for speculator in (one, two):
         speculator.begin("1", "p", PROMPT, 100)

@@ -10,6 +10,7 @@ So the plan is made before the model drafts; what follows its chain may depend o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -291,19 +292,23 @@ class Speculator:
         return tally
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, as plain values and arrays; the lengths are their owner's."""
+        """What was measured and learned, as plain values and arrays; the lengths are their owner's."""
         state: dict[str, Any] = {
             "budget": self.budget.state_dict(),
             "tried": self._tried.copy(),
             "accepted": self._accepted.copy(),
-            "rest": self._rest,
+            "steps": [self._step, self._rest],
+            "worth": self._worth,
+            "cost": dataclasses.asdict(self.budget.cost),
         }
         return state | ({"suffix": self.suffix.state_dict()} if self.suffix else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.budget.load_state_dict(state["budget"])
         self._tried[:], self._accepted[:] = state["tried"], state["accepted"]
-        self._rest = int(state["rest"])
+        self._step, self._rest = map(int, state["steps"])
+        self._worth = float(state["worth"])
+        self.budget.cost = CostTable(**state["cost"])  # measured anew, it would be another, and decide otherwise
         if self.suffix:
             self.suffix.load_state_dict(state["suffix"])
 
