@@ -23,7 +23,8 @@ import torch
 
 from torchspec.config_load import load
 from torchspec.records import Problem, Rollout
-from torchspec.rollout import vllm
+from torchspec.rollout import vllm_setup
+from torchspec.rollout.engine import Request, Sampling
 from torchspec.trainer import Trainer
 
 SMALL = {
@@ -46,6 +47,9 @@ SMALL = {
     "rollout.samples_per_problem": 3,
     "rollout.max_new_tokens": 16,
     "rollout.num_draft_tokens": 3,
+    "rollout.drafter": "hybrid",
+    "suffix.max_draft": 6,
+    "budget.policy": "unlimited",  # two runs would measure different costs
     "rollout.kv_cache_gb": 0.02,
     "rl.overlong": "keep",
     "eval.every": 5,
@@ -69,10 +73,13 @@ class Recording(Trainer):
         defaults = [f"--{key}={json.dumps(value)}" for key, value in SMALL.items()]
         super().__init__(load(None, [*defaults, *overrides]))
 
-    def _roll_out(self, problems: list[Problem], samples: int) -> list[Rollout]:
+        self._generate = self.engine.generate
+        self.engine.generate = self._recorded
+
+    def _recorded(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
         if self.done + 1 == self.stop_at:
             self._stop_in_the_middle()
-        rollouts = super()._roll_out(problems, samples)
+        rollouts = self._generate(requests, sampling)
         with open(f"{self.log}.{self.mesh.rank}", "a") as out:
             for rollout in rollouts:
                 out.write(json.dumps({"done": self.done, **dataclasses.asdict(rollout)}) + "\n")
@@ -111,7 +118,7 @@ def run(scenario: dict[str, Any]) -> None:
 
 def main(scenarios: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
-    vllm._prepare_environment("cpu")
+    vllm_setup.prepare_environment("cpu")
     importlib.import_module("vllm.v1.worker.cpu_worker")  # most of a fork's time otherwise
     importlib.import_module("vllm.v1.engine.llm_engine")
     for scenario in scenarios:

@@ -204,10 +204,9 @@ def test_the_draft_models_time_is_part_of_the_table(tmp_path: Path):
 
 
 def test_a_budgets_state_is_kept():
-    def budget():
-        return Budget("das", CostTable.linear(1, 0.1), short_below=10, long_from=20)
-
-    one, two = budget(), budget()
+    one, two = (
+        Budget("das", CostTable.linear(1, slope), short_below=10, long_from=20) for slope in (0.1, 0.3)
+    )
     one.finished(5.0, 300)
     one.observe(7, 3)
     two.load_state_dict(one.state_dict())

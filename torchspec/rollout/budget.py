@@ -217,12 +217,14 @@ class Budget:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "cost": dataclasses.asdict(self.cost),
             "survival": self.survival.counts.copy(),
             "drafted": self._drafted,
             "totals": self._totals.copy(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.cost = CostTable(**state["cost"])  # a new measurement would decide otherwise
         self.survival.counts = np.array(state["survival"], np.float64)
         self._drafted, self._totals = int(state["drafted"]), np.array(state["totals"], np.float64)
 
