@@ -30,7 +30,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchspec.config import Checkpoint, ConfigError
 from torchspec.mesh import Mesh
@@ -228,15 +228,26 @@ def restore(
         )
     for name, optimizer in optimizers.items():
         optimizer.resume_at(manifest["updates"][name])
-    tensors = tensors_of(optimizers)
-    _check_shapes(saved.folder, tensors)
-    reader = dcp.HuggingFaceStorageReader(str(saved.folder))
-    dcp.load(tensors, storage_reader=reader)
+    _load(saved, tensors_of(optimizers))
     states = _read_state(_rank_file(saved.folder, mesh.rank % manifest["ranks"]))
     for name, component in components.items():
         if name not in states:
             raise ConfigError(f"{saved.folder} has no state of {name}; it was saved without it")
         component.load_state_dict(states[name])
+
+
+def load_weights(saved: Saved, models: Mapping[str, nn.Module]) -> None:
+    """Load the weights alone, in place, for models that are not to be trained on. Collective.
+
+    Raises:
+        ConfigError: the checkpoint is of other models.
+    """
+    _load(saved, {k: x for name, model in models.items() for k, x in _weights(name, model).items()})
+
+
+def _load(saved: Saved, tensors: dict[str, Tensor]) -> None:
+    _check_shapes(saved.folder, tensors)
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(saved.folder)))
 
 
 def tensors_of(optimizers: Mapping[str, ModelOptimizer]) -> dict[str, Tensor]:
@@ -246,11 +257,16 @@ def tensors_of(optimizers: Mapping[str, ModelOptimizer]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for name, optimizer in optimizers.items():
-        parameters = dict(optimizer.model.named_parameters())
-        buffers = {k: x for k, x in optimizer.model.named_buffers() if k in optimizer.model.state_dict()}
-        tensors |= {f"{name}.model.{k}": x for k, x in {**parameters, **buffers}.items()}
+        tensors |= _weights(name, optimizer.model)
         tensors |= {f"{name}.adam.{k}": x for k, x in optimizer.moments().items()}
-    return {name: x.detach() for name, x in tensors.items()}
+    return tensors
+
+
+def _weights(name: str, model: nn.Module) -> dict[str, Tensor]:
+    saved = model.state_dict()
+    buffers = {k: x for k, x in model.named_buffers() if k in saved}
+    tensors = {**dict(model.named_parameters()), **buffers}  # a shared tensor once
+    return {f"{name}.model.{k}": x.detach() for k, x in tensors.items()}
 
 
 def reseed(seed: int, step: int, rank: int, use: Literal["rollout", "eval"]) -> None:

@@ -37,6 +37,23 @@ def main(command: Callable[[list[str]], None], argv: list[str], usage: str) -> i
     return 0
 
 
+def take(argv: list[str], flag: str) -> tuple[str, list[str]]:
+    """The value of an option that is no config key, as `flag VALUE` or `flag=VALUE`, and the other arguments.
+
+    Raises:
+        ConfigError: the value is missing.
+    """
+    for i, argument in enumerate(argv):
+        name, has_equals, value = argument.partition("=")
+        if name == flag:
+            if not has_equals:
+                if i + 1 == len(argv) or argv[i + 1].startswith("--"):
+                    raise ConfigError(f"command line: {flag} needs a value")
+                value = argv[i + 1]
+            return value, argv[:i] + argv[i + (1 if has_equals else 2) :]
+    return "", argv
+
+
 def print_keys() -> None:
     """Every `--section.key` with its type, default and meaning."""
     import tyro

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import tomllib
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -193,6 +194,8 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: the key, its value, what is allowed.
     """
+    for key, value in _numbers(dataclasses.asdict(config)):
+        _require(math.isfinite(value), f"{key} = {value} must be a finite number")
     for key, low in _AT_LEAST.items():
         if (value := _get(config, key)) < low:
             raise ConfigError(f"{key} = {value} must be at least {low}")
@@ -201,6 +204,15 @@ def check(config: Config) -> None:
     _check_rollout(config)
     _check_speculation(config)
     _check_sources(config)
+
+
+def _numbers(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{key}.")
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, float):
+                yield prefix + key, item
 
 
 def _get(config: Config, dotted: str) -> Any:
@@ -218,6 +230,7 @@ def _require(holds: bool, message: str) -> None:
 def _check_optim(optim: Optim, section: str) -> None:
     _require(optim.lr >= 0, f"{section}.lr = {optim.lr} must not be negative")
     _require(optim.clip >= 0, f"{section}.clip = {optim.clip} must not be negative (0 turns clipping off)")
+    _require(optim.eps > 0, f"{section}.eps = {optim.eps} must be above 0")
     _require(optim.warmup_steps >= 0, f"{section}.warmup_steps = {optim.warmup_steps} must not be negative")
     _require(optim.weight_decay >= 0, f"{section}.weight_decay = {optim.weight_decay} must not be negative")
     for name in ("beta1", "beta2"):

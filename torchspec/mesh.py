@@ -38,7 +38,7 @@ class Mesh:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
         self.pp_size, self.cp_size = parallel.pp, parallel.cp
-        self.dp_size = _dp_size(parallel, self.world_size)
+        self.dp_size = dp_size(parallel, self.world_size)
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.device = torch.device(kind)
         if kind == "cuda":
@@ -140,7 +140,8 @@ class Mesh:
         dist.destroy_process_group()
 
 
-def _dp_size(parallel: Parallel, world: int) -> int:
+def dp_size(parallel: Parallel, world: int) -> int:
+    """Replicas among `world` ranks; a ConfigError where [parallel] needs another number of ranks."""
     replica = parallel.pp * parallel.cp
     wanted = replica * max(parallel.dp_shard, 1)
     if world % replica or parallel.dp_shard not in (-1, world // replica):

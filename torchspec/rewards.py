@@ -120,7 +120,7 @@ class Scorer:
         """The reward of `response`, and each function's score before its weight.
 
         Raises:
-            ValueError: a user's function returned something other than a finite number.
+            ConfigError: a user's function returned something other than a finite number.
         """
         parts = {}
         for name, _, function in self._functions:
@@ -191,8 +191,9 @@ def _user_function(path: str, built_in: Iterable[str]) -> Callable[[Problem, str
     def checked(problem: Problem, response: str) -> float:
         score = function(problem, response)
         if not isinstance(score, Real) or not math.isfinite(score):
-            raise ValueError(
-                f"reward function {path} returned {score!r} for problem {problem.id}, not a number"
+            raise ConfigError(
+                f"reward.functions: {path} returned {score!r} for problem {problem.id}; it must return a finite "
+                f"number for every response"
             )
         return float(score)
 

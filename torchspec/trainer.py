@@ -56,6 +56,7 @@ from torchspec.optim import ModelOptimizer
 from torchspec.plots import draw_plots
 from torchspec.records import Problem, Rollout, SpecStats
 from torchspec.refit import FrozenCopy, HasWeights, refit
+from torchspec.rollout import vllm_cpu
 from torchspec.rollout.balance import LengthStats
 from torchspec.rollout.engine import Request
 from torchspec.rollout.files import write_rollouts
@@ -84,6 +85,8 @@ class Trainer:
         check_world(config, self.mesh, len(self.problems), len(self.held_out))
         self.base = base_folder(config, self.mesh)
         self.spec = PolicySpec.from_hf(self.base, config.model.max_len)
+        if self.mesh.device.type == "cpu":
+            vllm_cpu.check_head_dim(self.spec.head_dim)
         self.tokenizer = load_tokenizer(self.base, self.spec)
         longest = config.model.max_len - config.rollout.max_new_tokens
         known = [*self.problems, *self.held_out]

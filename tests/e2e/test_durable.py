@@ -13,6 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from torchspec.config_load import load
+from torchspec.draft.eagle3 import DraftSpec
+from torchspec.draft.layouts import LAYOUTS, renamed, spec_from_json
+from torchspec.export_run import export_run
 from torchspec.metrics import read_metrics
 
 HERE = Path(__file__).parent
@@ -102,6 +106,21 @@ def test_ten_steps_are_five_and_a_kill_and_five(story) -> None:
     assert len({row["policy/grad_norm"] for row in rows[1:]}) == 10
     assert all(row["rollout/tau"] > 1.2 for row in rows[1:])
     assert {row["draft_version"] for row in whole} == {0, 2, 4, 6, 8, 10}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_newest_checkpoint_is_exported_as_it_was_served(story, tmp_path, layout) -> None:
+    folder, _ = story
+    said = export_run(load(folder / "b" / "config.toml"), tmp_path / "out", layout)
+    assert f"step 10 of {folder}/b" in said
+    assert_same_tensors(tmp_path / "out" / "policy", folder / "b" / "policy")
+    config = json.loads((tmp_path / "out" / "draft" / "config.json").read_text())
+    served = json.loads((folder / "b" / "draft" / "config.json").read_text())
+    assert spec_from_json(config) == DraftSpec.from_hf_config(served)
+    theirs = load_file(tmp_path / "out" / "draft" / "model.safetensors")
+    ours = load_file(folder / "b" / "draft" / "model.safetensors")
+    assert theirs.keys() == {renamed(name, layout) for name in ours}
+    assert all(torch.equal(theirs[renamed(name, layout)], x) for name, x in ours.items())
 
 
 def test_a_finished_run_says_so(story) -> None:

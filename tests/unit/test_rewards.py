@@ -108,7 +108,9 @@ def test_a_users_function_gets_the_other_fields(user_module):
 
 @pytest.mark.parametrize("name", ["nan", "none"])
 def test_a_users_function_must_return_finite_numbers(user_module, name):
-    with pytest.raises(ValueError, match=f"reward function my_rewards:{name} returned .* for problem p, not"):
+    with pytest.raises(
+        ValueError, match=rf"reward\.functions: my_rewards:{name} returned .* for problem p; it must"
+    ):
         score([f"my_rewards:{name}"], "", "x")
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from torchspec.config import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mend:
@@ -24,6 +26,19 @@ class Mend:
     shows: Callable[[], bool]
     """The probe: True where the defect is there."""
     repair: Callable[[], None]
+
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's attention on CPU has kernels for."""
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Refuse a policy whose attention vLLM cannot compute on CPU; vLLM itself says so deep in its first step."""
+    if head_dim not in HEAD_DIMS:
+        raise ConfigError(
+            f"the policy's head_dim = {head_dim} (model.tiny.head_dim) is none that vLLM has on CPU: "
+            f"{', '.join(map(str, HEAD_DIMS))}"
+        )
 
 
 def mend() -> list[str]:
