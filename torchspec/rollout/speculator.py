@@ -308,7 +308,9 @@ class Speculator:
         self._tried[:], self._accepted[:] = state["tried"], state["accepted"]
         self._step, self._rest = map(int, state["steps"])
         self._worth = float(state["worth"])
-        self.budget.cost = CostTable(**state["cost"])  # measured anew, it would be another, and decide otherwise
+        self.budget.cost = CostTable(
+            **state["cost"]
+        )  # measured anew, it would be another, and decide otherwise
         if self.suffix:
             self.suffix.load_state_dict(state["suffix"])
 

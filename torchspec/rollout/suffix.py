@@ -179,7 +179,7 @@ class SuffixDrafter:
             self._release(self._groups.pop(problem))
         self._predicted *= self.decay
         self._accepted *= self.decay
-        self._factors[:] = (self._accepted + batch.TRUST) / (self._predicted + batch.TRUST)
+        batch.factors_of(self._predicted, self._accepted, self._factors)
         self._evict()
         self._attach_running()
 

@@ -36,7 +36,8 @@ CELLS = (3, 8, 8, 6)
 """Calibration by scope, match length, support and depth; all but the scope in powers of two."""
 PRIOR, PRIOR_WEIGHT = 0.5, 1.0
 TRUST = 4.0
-"""Predicted acceptances a cell needs before its observations weigh as much as the counts."""
+"""Predicted acceptances a cell needs before its observations weigh as much as those of its whole scope, and a scope
+before its observations weigh as much as the counts."""
 LARGEST_PROBABILITY = 0.999
 
 
@@ -255,7 +256,18 @@ def calibrate(rows, tokens, starts, drafts, plain, cells, lengths, predicted, ac
             hit = drafts[r, j] == tokens[starts[i] + j]
             if hit:
                 accepted[cell] += 1.0
-            factors[cell] = (accepted[cell] + TRUST) / (predicted[cell] + TRUST)
             if not hit:
                 break
         lengths[r] = 0
+    factors_of(predicted, accepted, factors)
+
+
+@compiled
+def factors_of(predicted, accepted, factors):
+    """What a cell's probabilities are to be multiplied with."""
+    cells = factors.shape[0] // CELLS[0]
+    for kind in range(CELLS[0]):
+        first, last = kind * cells, (kind + 1) * cells
+        scope = (accepted[first:last].sum() + TRUST) / (predicted[first:last].sum() + TRUST)
+        for cell in range(first, last):
+            factors[cell] = (accepted[cell] + TRUST * scope) / (predicted[cell] + TRUST)
