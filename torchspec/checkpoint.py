@@ -83,14 +83,14 @@ class Checkpoints:
         self,
         facts: dict[str, Any],
         optimizers: Mapping[str, ModelOptimizer],
-        components: Mapping[str, Component],
+        states: Mapping[str, Any],
     ) -> None:
         """Write a checkpoint; with `background` only the copy to host memory is waited for.
 
         Args:
             facts: for the manifest: `step`, the `scores` that keep_best looks at, and whatever else.
             optimizers: "policy" and "draft", with their models.
-            components: everything else.
+            states: everything else: what `state_dict` of the components gave.
 
         Raises:
             OSError: this or the previous checkpoint could not be written; the ones before it are untouched.
@@ -101,7 +101,7 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self._mesh.barrier()
-        _write_state(_rank_file(partial, self._mesh.rank), {k: c.state_dict() for k, c in components.items()})
+        _write_state(_rank_file(partial, self._mesh.rank), states)
         written = dcp.async_save(
             tensors_of(optimizers),
             storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True),
@@ -331,7 +331,7 @@ def _remove(path: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def _write_state(path: Path, state: dict[str, Any]) -> None:
+def _write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Nested plain values as JSON in a safetensors header; the tensors among them as its tensors."""
     tensors: dict[str, Tensor] = {}
 

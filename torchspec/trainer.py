@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from torchspec import rewards, warmup
 from torchspec.assemble import (
@@ -30,7 +29,7 @@ from torchspec.assemble import (
     special_ids,
 )
 from torchspec.checkpoint import Checkpoints, Component, newest, reseed, restore
-from torchspec.config import Config, ConfigError, Optim, longest_draft
+from torchspec.config import Config, Optim, longest_draft
 from torchspec.data import ProblemOrder, encode_prompts, load_problems
 from torchspec.draft.trainer import DraftTrainer
 from torchspec.export import export_draft, export_policy, load_draft
@@ -62,7 +61,7 @@ from torchspec.rollout.engine import Request
 from torchspec.rollout.files import write_rollouts
 from torchspec.rollout.fleet import Fleet
 from torchspec.rollout.vllm import VllmEngine, check_version
-from torchspec.run_folder import create_run_folder, find_run, note, note_resumption
+from torchspec.run_folder import all_ranks_see, create_run_folder, find_run, note, note_resumption
 
 
 class Trainer:
@@ -148,7 +147,7 @@ class Trainer:
                         writer.write(step, values)
                     self.guards.look(step, values)
                     if config.checkpoint.every and step % config.checkpoint.every == 0:
-                        self._save()
+                        self._save(self._states())
                     spent = (time.perf_counter() - started) / (step - first + 1)
                     left = spent * (config.run.steps - step)
                     self.say(console_line(step, config.run.steps, values, left))
@@ -165,7 +164,7 @@ class Trainer:
         every = config.draft.train_every
         train_draft = self.draft_spec is not None and every > 0 and step % every == 0
 
-        self.order_before = self.order.state_dict()
+        self.before = self._states()
         drawn, made = self.order.next(config.rollout.problems_per_step), []  # by every rank
         problems = drawn[self.mesh.rank :: self.mesh.world_size]
         reseed(config.run.seed, step, self.mesh.rank, "rollout")
@@ -274,7 +273,7 @@ class Trainer:
                 self._renew(draft)
                 export_draft(self.draft, draft, self.mesh)
             return self.base, draft if self.draft else None
-        if self._all_ranks_see(policy):
+        if all_ranks_see(policy, self.mesh):
             self.say(f"warm-up: taken from {cached}")
             load_hf(self.policy, policy)
             if self.draft:
@@ -294,22 +293,16 @@ class Trainer:
             shutil.rmtree(folder, ignore_errors=True)
         self.mesh.barrier()
 
-    def _all_ranks_see(self, folder: Path) -> bool:
-        """Whether `folder` exists, on which all ranks must agree: what follows is collective."""
-        seen = int(self.mesh.sum_over_world(torch.tensor([float(folder.exists())])).item())
-        if 0 < seen < self.mesh.world_size:
-            raise ConfigError(
-                f"{folder}: only {seen} of {self.mesh.world_size} ranks see it; share run.dir over nodes"
-            )
-        return seen > 0
-
     # Checkpoints
 
     def _components(self) -> dict[str, Component]:
         return {"order": self.order, "guards": self.guards, "fleet": self.fleet}
 
-    def _save(self) -> None:
-        """A checkpoint of the steps done, unless it is there."""
+    def _states(self) -> dict[str, Any]:
+        return {name: component.state_dict() for name, component in self._components().items()}
+
+    def _save(self, states: dict[str, Any]) -> None:
+        """A checkpoint of the steps done, unless it is there; `states` are the components' after them."""
         if self.config.checkpoint.every and self.done > self.saved_step:
             facts = {
                 "step": self.done,
@@ -317,7 +310,7 @@ class Trainer:
                 "draft_version": self.draft_version,
                 "scores": self.scores,
             }
-            self.checkpoints.save(facts, self.learner.optimizers, self._components())
+            self.checkpoints.save(facts, self.learner.optimizers, states)
             self.saved_step = self.done
 
     def _keep(self, step: int, rollouts: list[Rollout]) -> str:
@@ -330,8 +323,7 @@ class Trainer:
 
     def _stop(self) -> None:
         """End before the last step, so that the same command goes on."""
-        self.order.load_state_dict(self.order_before)  # the problems of the step that was dropped come again
-        self._save()
+        self._save(self.before)  # nothing of the dropped step was ever there: its problems come again
         self.checkpoints.wait()
         self.say(f"stopped; the same command goes on after step {self.saved_step}")
 
@@ -400,7 +392,7 @@ class Trainer:
     def _finish(self) -> None:
         """Export and plots."""
         config = self.config
-        self._save()
+        self._save(self._states())
         self.checkpoints.wait()
         served = compute_dtype(config)
         self._renew(self.folder / "policy")  # a session that was stopped here, or asked for fewer steps

@@ -52,7 +52,7 @@ def go_on(mesh: Mesh, base: Path, folder: Path, steps: int) -> dict[str, Any]:
         meter = Meter()
         learner.reinforce(mine, meter, train_draft=True)
         metrics[step] = {k: v for k, v in meter.reduce(mesh).items() if not k.startswith("perf/")}
-    checkpoints.save({"step": done + steps}, learner.optimizers, {"owner": Owner(mesh.rank)})
+    checkpoints.save({"step": done + steps}, learner.optimizers, {"owner": Owner(mesh.rank).state_dict()})
     checkpoints.close()
     tensors = {name: full(x) for name, x in tensors_of(learner.optimizers).items()}
     return {"metrics": metrics, "tensors": tensors, "owner": owner.rank}

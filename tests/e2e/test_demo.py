@@ -144,7 +144,7 @@ def test_a_hybrid_run_reports_both_drafters(hybrid_run) -> None:
         assert sum(parts) == sum(classes) > 0
         assert row["rollout/tau"] >= 1
         assert row["speculation/eagle3_tau"] >= 1
-        assert {"speculation/suffix_accept_15", "speculation/host_ms_per_step", "perf/learn_s"} <= row.keys()
+        assert {"speculation/suffix_accept_15", "perf/draft_host_ms", "perf/learn_s"} <= row.keys()
         assert row["speculation/estimated"] > 0
         assert row["speculation/measured"] > 0
     assert rows[-1]["speculation/window_mb"] > rows[0]["speculation/window_mb"] > 0

@@ -79,7 +79,7 @@ def save(folder: Path, mesh: Mesh, steps: list[int], bag: Bag | None = None, **s
         learn(optimizers, range(done, step))
         done = step
         facts = {"step": step, "scores": {"reward": step % 5, "tau": None}}
-        checkpoints.save(facts, optimizers, {"bag": bag or Bag(step=step)})
+        checkpoints.save(facts, optimizers, {"bag": (bag or Bag(step=step)).state_dict()})
     checkpoints.close()
 
 
@@ -100,7 +100,7 @@ def test_going_on_from_a_checkpoint_is_never_having_stopped(tmp_path, mesh, back
     checkpoints = Checkpoints(tmp_path, mesh, Checkpoint(background=background))
     learn(whole, range(5))
     state = {"a": [1, 2.5, None], "t": torch.arange(3), "n": {"x": np.arange(4, dtype=np.int32), "s": "é"}}
-    checkpoints.save({"step": 5}, whole, {"bag": Bag(**state)})
+    checkpoints.save({"step": 5}, whole, {"bag": Bag(**state).state_dict()})
     learn(whole, range(5, 10))
     checkpoints.close()
 
