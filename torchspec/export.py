@@ -45,7 +45,7 @@ def export_policy(
         copy_assets(source_folder, partial)
         config = read_json(partial / "config.json")
         config.pop("torch_dtype", None)  # the key's name before transformers 5
-        written = dtype or policy.decoder.norm.weight.dtype
+        written = dtype or next(policy.parameters()).dtype
         config["dtype"] = str(written).removeprefix("torch.")
         write_json(partial / "config.json", config)
 

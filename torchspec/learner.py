@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +22,12 @@ from torchspec.draft.blocks import pass_counts
 from torchspec.draft.trainer import DraftTrainer
 from torchspec.mesh import Mesh
 from torchspec.metrics import Meter
-from torchspec.models.policy import Policy, PolicyOutput
+from torchspec.models.policy import LossOfPack, Policy, PolicyOutput
 from torchspec.optim import ModelOptimizer
 from torchspec.parallel.context import local_rows
+from torchspec.parallel.pipeline import sum_gradients
 from torchspec.policy_loss import policy_loss, supervised_loss
 from torchspec.records import Batch, Rollout, Taps
-
-LossOfPack = Callable[[int, PolicyOutput, Batch], Tensor]
 
 
 class DraftLearner(NamedTuple):
@@ -124,6 +123,7 @@ class Learner:
         lengths = [len(r.prompt_tokens) + len(r.tokens) for r in rollouts]
         needed = packing.num_packs_needed(lengths, size)
         count = int(self.mesh.max_over_world(torch.tensor([needed])).item())
+        count += -count % self.mesh.pp_size  # what every pipeline schedule can do with
         group = self.mesh.cp_group
         return [
             local_rows(batch, group, self.transport).to(self.mesh.device)
@@ -148,16 +148,12 @@ class Learner:
         valid = torch.stack([batch.target_mask.sum() for batch in packs]).sum()
         return max(1.0, float(self.mesh.sum_over_fsdp(valid)))
 
-    @torch.no_grad()
     def _score(self, policy: Policy, packs: list[Batch]) -> list[Tensor]:
-        """Log-probabilities of every pack's targets, without gradients."""
-        return [self._forward(policy, batch, self.config.rollout.temperature).logprobs for batch in packs]
+        """Log-probabilities of every pack's targets, without gradients; where the loss is computed."""
+        return policy.score(packs, **self._how(self.config.rollout.temperature))
 
-    def _forward(
-        self, policy: Policy, batch: Batch, temperature: float, aux_layers: tuple[int, ...] = ()
-    ) -> PolicyOutput:
-        rows = self.config.train.logprob_rows
-        return policy(batch, temperature=temperature, logprob_rows=rows, aux_layers=aux_layers)
+    def _how(self, temperature: float) -> dict[str, Any]:
+        return {"temperature": temperature, "logprob_rows": self.config.train.logprob_rows}
 
     def _update(
         self, packs: list[Batch], loss: LossOfPack, temperature: float, meter: Meter, train_draft: bool
@@ -166,17 +162,15 @@ class Learner:
         draft = self.draft if train_draft else None
         train_on = self._draft_pass(draft.trainer, packs, meter) if draft else None
         aux_layers = draft.trainer.draft.spec.aux_layers if draft else ()
-        for index, batch in enumerate(packs):
-            with self._timed("policy"):
-                output = self._forward(self.policy, batch, temperature, aux_layers)
-                loss(index, output, batch).backward()
-            if train_on and output.taps:
-                with self._timed("draft"):
-                    train_on(batch, output.taps)
         with self._timed("policy"):
+            self.policy.forward_backward(
+                packs, loss, aux_layers=aux_layers, train_on=train_on, **self._how(temperature)
+            )
             self._optimizer_step("policy", self.policy_optimizer, meter)
         if draft:
             with self._timed("draft"):
+                if self.mesh.pp_size > 1:
+                    sum_gradients(draft.trainer.draft, self.mesh)
                 self._optimizer_step("draft", draft.optimizer, meter)
 
     def _draft_pass(
@@ -190,10 +184,11 @@ class Learner:
         meter.mean("draft/loss", 0.0, 1 / self.mesh.world_size)
 
         def train_on(batch: Batch, taps: Taps) -> None:
-            stats = draft.backward(batch, taps, head, denominator)
+            with self._timed("draft", within="policy"):
+                stats = draft.backward(batch, taps, head, denominator)
             meter.mean("draft/loss", stats.loss, 0.0)
             for name, row in (("ce", 1), ("overlap", 2), ("top1", 3)):
-                for d, (total, count) in enumerate(zip(stats.sums[row].tolist(), stats.counts.tolist())):
+                for d, (total, count) in enumerate(zip(stats.sums[row], stats.counts)):
                     meter.mean(f"draft/{name}_{d}", total, count)
 
         return train_on
@@ -203,9 +198,13 @@ class Learner:
         meter.maximum(f"{name}/grad_norm", optimizer.step())
 
     @contextmanager
-    def _timed(self, model: str) -> Generator[None]:
+    def _timed(self, model: str, within: str = "") -> Generator[None]:
+        """Add to a model's seconds, and take them from those of the model `within` whose time they lie."""
         started = time.perf_counter()
         yield
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-        self._seconds[model] += time.perf_counter() - started
+        if self.mesh.device.type == "cuda" and not (within and self.mesh.pp_size > 1):
+            torch.cuda.synchronize()  # not between a schedule's microbatches: hosts run ahead there
+        spent = time.perf_counter() - started
+        self._seconds[model] += spent
+        if within:
+            self._seconds[within] -= spent

@@ -24,8 +24,8 @@ from torchspec.records import Rollout
 TINY = TinyModel(dim=32, layers=3, heads=4, kv_heads=2, head_dim=8, ffn_dim=48)
 
 
-def make_base(folder: Path) -> Path:
-    make_tiny(folder, TINY, max_len=128, seed=3)
+def make_base(folder: Path, tiny: TinyModel = TINY) -> Path:
+    make_tiny(folder, tiny, max_len=128, seed=3)
     return folder
 
 

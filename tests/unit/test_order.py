@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +41,14 @@ def sinks_of(placement: str, ranks: int, where: list[int], microbatches: int) ->
     return [where[-1] if placement == "last" else m % ranks for m in range(microbatches)]
 
 
+def depth_from(order: Order, known: dict[Action, list[int]], sinks: list[int], source: int, sink: int) -> int:
+    return ring_depth(order, known, source, sink, [m for m, rank in enumerate(sinks) if rank == sink])
+
+
+def one_less(depth: Callable[[int, int], int], source: int, sink: int) -> int:
+    return max(1, depth(source, sink) - 1)
+
+
 class Simulator:
     """Ranks that run their actions in any order the waits allow, each with its rings of receives.
 
@@ -46,7 +56,9 @@ class Simulator:
     next receive. `late` counts messages that were sent before their receive was posted.
     """
 
-    def __init__(self, order: Order, where: list[int], sinks: list[int], depth_of, sources: list[int]) -> None:
+    def __init__(
+        self, order: Order, where: list[int], sinks: list[int], depth_of, sources: list[int]
+    ) -> None:
         self.order, self.where, self.sinks, self.sources = order, where, sinks, sources
         self.last = len(where) - 1
         self.done: set[Action] = set()
@@ -59,7 +71,10 @@ class Simulator:
         }
         self.taking: dict[int, int] = {}
         self.posted = {
-            (s, r): depth_of(s, r) for s in sources for r in range(len(order)) if where[s] != r and self.jobs[r]
+            (s, r): depth_of(s, r)
+            for s in sources
+            for r in range(len(order))
+            if where[s] != r and self.jobs[r]
         }
         self.sent = dict.fromkeys(self.posted, 0)
         self.late = 0
@@ -67,9 +82,7 @@ class Simulator:
     def can_run(self, rank: int) -> bool:
         if rank in self.taking:
             job = self.jobs[rank].index(self.taking[rank])
-            return all(
-                self.sent[s, r] > job and self.posted[s, r] > job for s, r in self.posted if r == rank
-            )
+            return all(self.sent[s, r] > job and self.posted[s, r] > job for s, r in self.posted if r == rank)
         if self.position[rank] == len(self.order[rank]):
             return False
         kind, stage, m = self.order[rank][self.position[rank]]
@@ -123,11 +136,7 @@ def test_no_deadlock_at_any_depth_and_no_late_receive_at_the_computed_one(name, 
             order, where = make_order(name, ranks, microbatches)
             sinks = sinks_of(placement, ranks, where, microbatches)
             sources = list(range(len(where)))
-            known = certain(order)
-
-            def computed(source: int, sink: int) -> int:
-                jobs = [m for m, r in enumerate(sinks) if r == sink]
-                return ring_depth(order, known, source, sink, jobs)
+            computed = partial(depth_from, order, certain(order), sinks)
 
             for depth_of in (computed, lambda s, r: 1, lambda s, r: draw.randint(1, 4)):
                 for _ in range(6):
@@ -135,7 +144,8 @@ def test_no_deadlock_at_any_depth_and_no_late_receive_at_the_computed_one(name, 
                     assert game.play(draw), "deadlock"
                     assert not (depth_of is computed and game.late)
             for _ in range(6):
-                game = Simulator(order, where, sinks, lambda s, r: max(1, computed(s, r) - 1), sources)
+                shorter = partial(one_less, computed)
+                game = Simulator(order, where, sinks, shorter, sources)
                 assert game.play(draw)
                 tight = tight or game.late > 0
                 deep = deep or any(computed(s, r) > 1 for s, r in game.posted)

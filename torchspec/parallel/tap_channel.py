@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -215,16 +215,11 @@ class TapChannel:
         if self._local:
             self._fail(f"taps that were never taken: {sorted(self._local)} (stage, microbatch)")
 
-    def poison(self, reason: str, *others: dist.ProcessGroup) -> None:
-        """Make this channel and the process groups `others` fail on all ranks that use them, now or later."""
-        if self._poison:
-            return
-        self._poison = reason
-        for group in (*self.groups.values(), *others):
-            if self.device.type == "cuda":
-                group.abort()
-            else:
-                _close_pairs(group)
+    def poison(self, reason: str) -> None:
+        """Make this channel fail on all ranks that use it, now or later."""
+        if not self._poison:
+            self._poison = reason
+            poison_groups(self.groups.values(), self.device)
 
     # Parts
 
@@ -281,7 +276,9 @@ class TapChannel:
             self._fail(f"waited for {what}, tap.timeout_s = {self.timeout_s:g}: {error}", error)
 
     def _counts(self, inbox: _Inbox) -> str:
-        sent = ", ".join(f"{n} of stage {s}" for s, n in self.sent.items() if self.stage_ranks[s] == self.rank)
+        sent = ", ".join(
+            f"{n} of stage {s}" for s, n in self.sent.items() if self.stage_ranks[s] == self.rank
+        )
         return (
             f"{inbox.received} received and {inbox.consumed} consumed of {len(inbox.jobs)}; "
             f"this rank has sent {sent or 'none'}"
@@ -296,15 +293,20 @@ class TapChannel:
             raise TapError(f"pipeline rank {self.rank}: the channel has failed before: {self._poison}")
 
 
-def _close_pairs(group: dist.ProcessGroup) -> None:
-    """Make gloo close this rank's connections of `group`: whoever waits at the other end gets an error.
+def poison_groups(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Break the groups' connections: whoever waits for this rank gets an error, and so will all later use.
 
-    gloo's abort is local; but a wait that runs out closes the connection it was for.
+    gloo's abort is local, so other ranks would not notice. But gloo closes the connection of a wait that
+    runs out.
     """
-    for peer in range(group.size()):
-        if peer != group.rank():
-            try:
-                work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
-                work.wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                pass
+    for group in groups:
+        if device.type == "cuda":
+            group.abort()
+            continue
+        for peer in range(group.size()):
+            if peer != group.rank():
+                try:
+                    never = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+                    never.wait(timedelta(milliseconds=1))
+                except RuntimeError:
+                    pass

@@ -1,0 +1,456 @@
+"""The policy over a pipeline of ranks, run by the schedules of torch.distributed.pipelining.
+
+Every rank holds some layers of a `Policy`, under the names they have in the whole one. All ranks of a
+pipeline hold the same packs, so a stage only needs a microbatch's number and the hidden states from below.
+Packs differ in length, a schedule's messages do not: hidden states are padded to the longest pack's rows when
+they leave a stage, and cut when they enter the next. No pack is padded, so nothing is computed twice or for
+nothing, and results are those of a run without a pipeline.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from torchspec.config import ConfigError, Parallel
+from torchspec.mesh import Mesh
+from torchspec.models import titan
+from torchspec.models.hf import fill
+from torchspec.models.policy import LossOfPack, Policy, PolicyOutput, full_weight
+from torchspec.models.spec import PolicySpec
+from torchspec.parallel.fsdp import shard
+from torchspec.parallel.order import certain, read_order, ring_depth, run_order, stage_ranks
+from torchspec.parallel.tap_channel import Load, TapChannel, poison_groups
+from torchspec.records import Batch, Taps
+
+
+def split_layers(layers: int, schedule: str, ranks: int, layers_per_stage: Sequence[int] = ()) -> list[range]:
+    """The layers of each stage; stages that get one more than others come first, as the last has the head.
+
+    Raises:
+        ConfigError: `layers_per_stage` does not fit, or there are more stages than layers.
+    """
+    stages = len(layers_per_stage) or ranks * (2 if schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1)
+    if stages > layers:
+        raise ConfigError(f"parallel.pp: {stages} stages need as many layers, the policy has {layers}")
+    least, more = divmod(layers, stages)
+    sizes = list(layers_per_stage) or [least + (stage < more) for stage in range(stages)]
+    if sum(sizes) != layers:
+        raise ConfigError(
+            f"parallel.layers_per_stage = {sizes} adds up to {sum(sizes)}, the policy has {layers} layers"
+        )
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+@dataclass(kw_only=True)
+class _Update:
+    """What the stages need to know while one update's microbatches pass through them."""
+
+    packs: Sequence[Batch]
+    temperature: float
+    logprob_rows: int
+    rows: int = 0
+    """Rows of a message between stages; 0: as many as the pack has."""
+    aux_layers: tuple[int, ...] = ()
+    channel: TapChannel | None = None
+    sinks: list[int] = field(default_factory=list)
+    train_on: Callable[[Batch, Taps], None] | None = None
+    waiting: deque[tuple[int, Taps]] = field(default_factory=deque)
+    """Microbatches whose taps are here, but the draft has not been trained on them."""
+
+
+def tap_names(split: Sequence[range], aux_layers: Collection[int]) -> dict[int, list[int | str]]:
+    """Which taps each stage makes: "embeds", aux layers by their id, "final"; stages with none are left out.
+
+    Example: tap_names([range(0, 2), range(2, 4)], (2, 4)) == {0: ["embeds"], 1: [2, 4, "final"]}
+    """
+    last = len(split) - 1
+    names: dict[int, list[int | str]] = {}
+    for stage, ids in enumerate(split):
+        made: list[int | str] = ["embeds"] if stage == 0 else []
+        made += [i for i in aux_layers if i in ids or (stage == last and i == ids.stop)]
+        made += ["final"] if stage == last else []
+        if made:
+            names[stage] = made
+    return names
+
+
+class Stage(nn.Module):
+    """One stage: what a schedule runs, and the root that FSDP2 shards."""
+
+    def __init__(self, policy: PipelinedPolicy, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.ids = policy.split[index]
+        self.is_last = index == len(policy.split) - 1
+        decoder = policy.decoder
+        self.layers = nn.ModuleList(decoder.layers[str(i)] for i in self.ids)
+        self.ends = nn.ModuleList([decoder.tok_embeddings] if index == 0 else [])
+        if self.is_last:
+            self.ends.extend([decoder.norm, decoder.lm_head])
+        self.run = policy.run_stage
+        self.microbatch = -1
+
+    def forward(self, h: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Hidden states from the stage below -> hidden states, or of the last stage logprobs and entropy."""
+        return self.run(self, h)
+
+
+class _ScheduledStage(PipelineStage):
+    """Says which microbatch is computed, and lets the policy do more before and after."""
+
+    policy: PipelinedPolicy
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
+        self.policy.before_forward()
+        self.submod.microbatch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args, **kwargs):
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.policy.after_backward(self.stage_index, bwd_chunk_id)
+
+
+class PipelinedPolicy(Policy):
+    """This rank's part of a policy. Training and scoring are collectives of all ranks of the pipeline.
+
+    Args:
+        split: the layers of each stage.
+        schedule: 1F1B, GPipe, Interleaved1F1B or ZBVZeroBubble.
+        placement: where the draft is trained: on the rank of the last stage, or microbatch m on rank m mod P
+            ("spread"). Either way its gradients must be summed over the pipeline (`sum_gradients`).
+        timeout_s: longest wait for a tap.
+    """
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        mesh: Mesh,
+        *,
+        split: list[range],
+        schedule: str,
+        placement: str,
+        timeout_s: float,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        self.split = split
+        self.where = stage_ranks(schedule, mesh.pp_size, len(split))
+        mine = [stage for stage, rank in enumerate(self.where) if rank == mesh.pp_rank]
+        held = {i for stage in mine for i in split[stage]}
+        super().__init__(spec, activation_checkpointing=activation_checkpointing, held=held)
+        self.mesh = mesh
+        self.schedule, self.placement, self.timeout_s = schedule, placement, timeout_s
+        self.stages = {index: Stage(self, index) for index in mine}  # a dict: names stay the decoder's
+        self.compute_dtype = torch.float32
+        self.seconds_waited = 0.0
+        """For taps, in the last update."""
+        self._channels: dict[tuple[int, ...], TapChannel] = {}
+        self._update: _Update | None = None
+
+    def shard(self, compute_dtype: torch.dtype) -> None:
+        """Shard every stage over dp_shard and cp."""
+        self.compute_dtype = compute_dtype
+        for stage in self.stages.values():
+            shard(stage, stage.layers, self.mesh, compute_dtype, keep_gathered=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PipelinedPolicy:
+        for stage in self.stages.values():  # FSDP2's roots, which hold all there is
+            stage._apply(fn, recurse)
+        titan.fill_rope_cache(self.decoder)
+        return self
+
+    # What the learner calls
+
+    def score(self, packs: Sequence[Batch], *, temperature: float, logprob_rows: int) -> list[Tensor]:
+        """As `Policy.score`; the list is empty on all ranks but the last stage's."""
+        self._update = _Update(packs=packs, temperature=temperature, logprob_rows=logprob_rows)
+        group, scores, local, sends = self.mesh.pp_group, [], {}, []
+        with self._stopping_all(), torch.no_grad():
+            for index, stage in self.stages.items():
+                for m, batch in enumerate(packs):
+                    stage.microbatch = m
+                    out = stage(self._arriving(index, len(batch.tokens), local.pop(m, None)))
+                    if stage.is_last:
+                        scores.append(out[0])
+                    elif self.where[index + 1] == self.mesh.pp_rank:
+                        local[m] = out
+                    elif out.numel():
+                        to = self.where[index + 1]
+                        sends.append((dist.isend(out, group=group, group_dst=to), out))
+                _reshard(stage)
+            for work, _ in sends:
+                work.wait()
+        self._update = None
+        return scores
+
+    def _arriving(self, index: int, rows: int, local: Tensor | None) -> Tensor | None:
+        if index == 0 or local is not None:
+            return local
+        h = torch.empty(1, rows, self.spec.dim, dtype=self.compute_dtype, device=self.mesh.device)
+        if rows:
+            dist.recv(h, group=self.mesh.pp_group, group_src=self.where[index - 1])
+        return h
+
+    def forward_backward(
+        self,
+        packs: Sequence[Batch],
+        loss: LossOfPack,
+        *,
+        temperature: float,
+        logprob_rows: int,
+        aux_layers: tuple[int, ...] = (),
+        train_on: Callable[[Batch, Taps], None] | None = None,
+    ) -> None:
+        """As `Policy.forward_backward`, by the schedule.
+
+        `loss` is called on the rank of the last stage, `train_on` on the rank that `placement` says: as soon
+        as more than P microbatches wait for it, and for what is left after the rank's last backward.
+        """
+        update = self._update = _Update(
+            packs=packs,
+            temperature=temperature,
+            logprob_rows=logprob_rows,
+            rows=max(1, *(len(batch.tokens) for batch in packs)),
+            aux_layers=aux_layers if train_on else (),
+            train_on=train_on,
+        )
+        schedule = self._make_schedule(update, loss)
+        with self._stopping_all():
+            if train_on:
+                self._open_channel(update, schedule)
+            # Stages look their microbatches up: the schedule only needs something to count by.
+            schedule.step(target=torch.arange(len(packs)), return_outputs=False)
+            if update.channel:
+                self._train_draft(most_waiting=0)
+                update.channel.finish()
+                self.seconds_waited = update.channel.seconds_waited
+        self._update = None
+
+    def _make_schedule(self, update: _Update, loss: LossOfPack):
+        def loss_of(output: tuple[Tensor, Tensor], microbatch: Tensor) -> Tensor:
+            m = int(microbatch)
+            return loss(m, PolicyOutput(*output, None), update.packs[m])
+
+        hidden = torch.empty(
+            1, update.rows, self.spec.dim, dtype=self.compute_dtype, device="meta", requires_grad=True
+        )
+        stages = []
+        for index, module in self.stages.items():
+            # Shapes are given, so that no stage is run on made-up inputs to find them out.
+            stage = _ScheduledStage(
+                module,
+                index,
+                len(self.split),
+                self.mesh.device,
+                input_args=hidden if index else (),
+                output_args=(hidden, hidden) if module.is_last else hidden,
+                group=self.mesh.pp_group,
+            )
+            stage.policy = self
+            stages.append(stage)
+        kind = get_schedule_class(self.schedule)
+        given = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        return kind(given, len(update.packs), loss_fn=loss_of, scale_grads=False)
+
+    # What a stage does
+
+    def run_stage(self, stage: Stage, h: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """One stage's part of `Policy.forward` for its current microbatch."""
+        update = self._update
+        assert update is not None
+        batch = update.packs[stage.microbatch]
+        rows = len(batch.tokens)
+        h = self.embed(batch) if h is None else h[:, :rows]
+        taps: dict[int | str, Tensor] = {"embeds": h[0]}
+        h, entering = self.run_layers(stage.ids, h, batch, update.aux_layers)
+        taps |= entering
+        output: Tensor | tuple[Tensor, Tensor]
+        if stage.is_last:
+            taps["final"], *output = self.predict(h, batch, update.temperature, update.logprob_rows)
+            output = tuple(output)
+        else:
+            short = update.rows - rows
+            output = F.pad(h, (0, 0, 0, short)) if short > 0 else h
+        if update.channel and stage.index in update.channel.sources:
+            names = tap_names(self.split, update.aux_layers)[stage.index]
+            update.channel.send(stage.index, stage.microbatch, [taps[name] for name in names])
+        return output
+
+    def before_forward(self) -> None:
+        """Train the draft on what has waited too long."""
+        self._train_draft(most_waiting=self.mesh.pp_size)
+
+    def after_backward(self, stage: int, microbatch: int) -> None:
+        """Take the microbatch's taps, if this is the place: see `order.takes`."""
+        update = self._update
+        assert update is not None
+        here = update.channel and update.sinks[microbatch] == self.mesh.pp_rank
+        if not here or stage != max(self.stages):
+            return
+        names = tap_names(self.split, update.aux_layers)
+        taken = {
+            name: tap
+            for source, taps in update.channel.take(microbatch).items()
+            for name, tap in zip(names[source], taps, strict=True)
+        }
+        aux = tuple(taken[layer] for layer in update.aux_layers)
+        update.waiting.append((microbatch, Taps(embeds=taken["embeds"], aux=aux, final=taken["final"])))
+
+    def _train_draft(self, most_waiting: int) -> None:
+        update = self._update
+        assert update is not None
+        while len(update.waiting) > most_waiting:
+            m, taps = update.waiting.popleft()
+            assert update.train_on is not None
+            with torch.enable_grad():
+                update.train_on(update.packs[m], taps)
+
+    def _open_channel(self, update: _Update, schedule) -> None:
+        ranks, count = self.mesh.pp_size, len(update.packs)
+        names = tap_names(self.split, update.aux_layers)
+        if update.aux_layers not in self._channels:
+            groups = self.mesh.pp_groups(len(names), self.timeout_s)
+            self._channels[update.aux_layers] = TapChannel(
+                rank=self.mesh.pp_rank,
+                stage_ranks=self.where,
+                sources={stage: len(made) for stage, made in names.items()},
+                groups=dict(zip(names, groups, strict=True)),
+                width=self.spec.dim,
+                dtype=self.compute_dtype,
+                device=self.mesh.device,
+                timeout_s=self.timeout_s,
+            )
+        channel = update.channel = self._channels[update.aux_layers]
+        update.sinks = [self.where[-1] if self.placement == "last" else m % ranks for m in range(count)]
+        if isinstance(schedule, PipelineScheduleMulti):
+            order = read_order(schedule.pipeline_order)
+        else:
+            order = run_order(self.schedule, ranks, count)
+        known = certain(order)
+        depths = {
+            (source, sink): ring_depth(
+                order, known, source, sink, [m for m, rank in enumerate(update.sinks) if rank == sink]
+            )
+            for source in names
+            for sink in {*update.sinks} - {self.where[source]}
+        }
+        channel.begin([Load.of(batch) for batch in update.packs], update.sinks, depths)
+
+    @contextmanager
+    def _stopping_all(self) -> Generator[None]:
+        """An exception in here reaches every rank of the pipeline, also those that wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            for channel in self._channels.values():
+                channel.poison(f"{type(error).__name__}: {error}")
+            poison_groups([self.mesh.pp_group], self.mesh.device)
+            raise
+
+    # Weights
+
+    def parameter_shapes(self) -> dict[str, torch.Size]:
+        with torch.device("meta"):
+            whole = titan.build_decoder(self.spec)
+        return {name: p.shape for name, p in whole.named_parameters()}
+
+    @torch.no_grad()
+    def head_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """As `Policy.head_weight`, on the ranks that train the draft; elsewhere empty, [0, E]."""
+        owner = self.where[-1]
+        if self.placement == "last" and self.mesh.pp_rank != owner:
+            return torch.empty(0, self.spec.dim, dtype=dtype, device=self.mesh.device)
+        if self.placement == "last":
+            return super().head_weight(dtype)
+        return self._broadcast("lm_head.weight", (self.spec.vocab_size, self.spec.dim), owner, dtype)
+
+    @torch.no_grad()
+    def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """As `Policy.hf_weights`, all of them on every rank of the pipeline."""
+        shapes = self.parameter_shapes()
+        owners = {f"layers.{i}.": rank for ids, rank in zip(self.split, self.where, strict=True) for i in ids}
+        last = self.where[-1]
+        owners = {"tok_embeddings.": self.where[0], **owners, "norm.": last, "lm_head.": last}
+        for prefix, owner in owners.items():
+            weights = {
+                name: self._broadcast(name, shape, owner, dtype)
+                for name, shape in shapes.items()
+                if name.startswith(prefix)
+            }
+            yield from self.adapter.to_hf(weights).items()
+
+    def _broadcast(self, name: str, shape: Sequence[int], owner: int, dtype: torch.dtype | None) -> Tensor:
+        if owner == self.mesh.pp_rank:
+            weight = full_weight(self.decoder.get_parameter(name), dtype).contiguous()
+        else:
+            stored = next(self.parameters()).dtype
+            weight = torch.empty(tuple(shape), dtype=dtype or stored, device=self.mesh.device)
+        return self.mesh.broadcast_over_pp_(weight, owner)
+
+
+def load_pipelined(
+    folder: Path,
+    spec: PolicySpec,
+    mesh: Mesh,
+    parallel: Parallel,
+    compute_dtype: torch.dtype,
+    *,
+    placement: str,
+    timeout_s: float,
+    activation_checkpointing: bool = False,
+) -> PipelinedPolicy:
+    """As `hf.load_policy`: this rank's part of the policy, sharded, with the weights of `folder`.
+
+    Raises:
+        ConfigError: a policy that cannot be split as asked for, or weights that do not fit `spec`.
+    """
+    if spec.tied:
+        raise ConfigError(
+            f"parallel.pp = {parallel.pp}: {folder} shares embedding and head, which then lie on different "
+            f"stages; use parallel.dp_shard and parallel.cp, or a model that does not tie them"
+        )
+    split = split_layers(spec.layers, parallel.schedule, mesh.pp_size, parallel.layers_per_stage)
+    with torch.device("meta"):
+        policy = PipelinedPolicy(
+            spec,
+            mesh,
+            split=split,
+            schedule=parallel.schedule,
+            placement=placement,
+            timeout_s=timeout_s,
+            activation_checkpointing=activation_checkpointing,
+        )
+    policy.to(torch.promote_types(compute_dtype, torch.float32))
+    policy.shard(compute_dtype)
+    fill(policy, folder, mesh.device)
+    return policy
+
+
+def sum_gradients(module: nn.Module, mesh: Mesh) -> None:
+    """Add up the gradients of a module that every rank of the pipeline has a copy of; none count as zeros."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = parameter.grad
+            mesh.sum_over_pp_(grad.to_local() if isinstance(grad, DTensor) else grad)
+
+
+def _reshard(stage: Stage) -> None:
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
