@@ -9,9 +9,8 @@ nothing, and results are those of a run without a pipeline.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,27 +32,9 @@ from torchspec.models.policy import LossOfPack, Policy, PolicyOutput, full_weigh
 from torchspec.models.spec import PolicySpec
 from torchspec.parallel.fsdp import shard
 from torchspec.parallel.order import certain, read_order, ring_depth, run_order, stage_ranks
+from torchspec.parallel.split import split_layers, tap_names
 from torchspec.parallel.tap_channel import Load, TapChannel, poison_groups
 from torchspec.records import Batch, Taps
-
-
-def split_layers(layers: int, schedule: str, ranks: int, layers_per_stage: Sequence[int] = ()) -> list[range]:
-    """The layers of each stage; stages that get one more than others come first, as the last has the head.
-
-    Raises:
-        ConfigError: `layers_per_stage` does not fit, or there are more stages than layers.
-    """
-    stages = len(layers_per_stage) or ranks * (2 if schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1)
-    if stages > layers:
-        raise ConfigError(f"parallel.pp: {stages} stages need as many layers, the policy has {layers}")
-    least, more = divmod(layers, stages)
-    sizes = list(layers_per_stage) or [least + (stage < more) for stage in range(stages)]
-    if sum(sizes) != layers:
-        raise ConfigError(
-            f"parallel.layers_per_stage = {sizes} adds up to {sum(sizes)}, the policy has {layers} layers"
-        )
-    ends = list(itertools.accumulate(sizes, initial=0))
-    return [range(a, b) for a, b in itertools.pairwise(ends)]
 
 
 @dataclass(kw_only=True)
@@ -71,22 +52,6 @@ class _Update:
     train_on: Callable[[Batch, Taps], None] | None = None
     waiting: deque[tuple[int, Taps]] = field(default_factory=deque)
     """Microbatches whose taps are here, but the draft has not been trained on them."""
-
-
-def tap_names(split: Sequence[range], aux_layers: Collection[int]) -> dict[int, list[int | str]]:
-    """Which taps each stage makes: "embeds", aux layers by their id, "final"; stages with none are left out.
-
-    Example: tap_names([range(0, 2), range(2, 4)], (2, 4)) == {0: ["embeds"], 1: [2, 4, "final"]}
-    """
-    last = len(split) - 1
-    names: dict[int, list[int | str]] = {}
-    for stage, ids in enumerate(split):
-        made: list[int | str] = ["embeds"] if stage == 0 else []
-        made += [i for i in aux_layers if i in ids or (stage == last and i == ids.stop)]
-        made += ["final"] if stage == last else []
-        if made:
-            names[stage] = made
-    return names
 
 
 class Stage(nn.Module):
