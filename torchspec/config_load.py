@@ -335,6 +335,11 @@ def _check_sources(config: Config) -> None:
 def _check_pipeline(config: Config) -> None:
     parallel, sizes = config.parallel, config.parallel.layers_per_stage
     _require(config.tap.timeout_s > 0, f"tap.timeout_s = {config.tap.timeout_s} must be above 0")
+    _require(
+        parallel.schedule != "ZBVZeroBubble" or not config.train.activation_checkpointing,
+        "parallel.schedule = 'ZBVZeroBubble' runs every backward in two parts, and activations can be "
+        "recomputed for one of them only; set train.activation_checkpointing = false, or take another schedule",
+    )
     if not sizes:
         return
     _require(parallel.pp > 1, "parallel.layers_per_stage needs parallel.pp > 1")

@@ -103,9 +103,11 @@ def reinforce(
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """One update per case (config, train the draft?) on this rank's groups: metrics and full gradients."""
     results = {}
+    # In the order in which two ranks of a replica would have them: minibatches depend on it.
+    ordered = sorted(fixed_rollouts(), key=lambda r: int(r.problem_id[1:]) % 2)
     for name, (config, train_draft) in cases.items():
         learner, seen = build(mesh, base, config)
-        mine = [r for r in fixed_rollouts() if int(r.problem_id[1:]) % mesh.world_size == mesh.rank]
+        mine = [r for r in ordered if int(r.problem_id[1:]) % mesh.world_size == mesh.rank]
         meter = Meter()
         learner.reinforce(mine, meter, train_draft)
         results[name] = {"metrics": meter.reduce(mesh), **seen}

@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 
@@ -33,6 +31,7 @@ from torchspec.models.spec import PolicySpec
 from torchspec.parallel.fsdp import shard
 from torchspec.parallel.order import certain, read_order, ring_depth, run_order, stage_ranks
 from torchspec.parallel.split import split_layers, tap_names
+from torchspec.parallel.stage import ScheduledStage, Stage
 from torchspec.parallel.tap_channel import Load, TapChannel, poison_groups
 from torchspec.records import Batch, Taps
 
@@ -52,42 +51,6 @@ class _Update:
     train_on: Callable[[Batch, Taps], None] | None = None
     waiting: deque[tuple[int, Taps]] = field(default_factory=deque)
     """Microbatches whose taps are here, but the draft has not been trained on them."""
-
-
-class Stage(nn.Module):
-    """One stage: what a schedule runs, and the root that FSDP2 shards."""
-
-    def __init__(self, policy: PipelinedPolicy, index: int) -> None:
-        super().__init__()
-        self.index = index
-        self.ids = policy.split[index]
-        self.is_last = index == len(policy.split) - 1
-        decoder = policy.decoder
-        self.layers = nn.ModuleList(decoder.layers[str(i)] for i in self.ids)
-        self.ends = nn.ModuleList([decoder.tok_embeddings] if index == 0 else [])
-        if self.is_last:
-            self.ends.extend([decoder.norm, decoder.lm_head])
-        self.run = policy.run_stage
-        self.microbatch = -1
-
-    def forward(self, h: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Hidden states from the stage below -> hidden states, or of the last stage logprobs and entropy."""
-        return self.run(self, h)
-
-
-class _ScheduledStage(PipelineStage):
-    """Says which microbatch is computed, and lets the policy do more before and after."""
-
-    policy: PipelinedPolicy
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
-        self.policy.before_forward()
-        self.submod.microbatch = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args, **kwargs):
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self.policy.after_backward(self.stage_index, bwd_chunk_id)
 
 
 class PipelinedPolicy(Policy):
@@ -119,7 +82,10 @@ class PipelinedPolicy(Policy):
         super().__init__(spec, activation_checkpointing=activation_checkpointing, held=held)
         self.mesh = mesh
         self.schedule, self.placement, self.timeout_s = schedule, placement, timeout_s
-        self.stages = {index: Stage(self, index) for index in mine}  # a dict: names stay the decoder's
+        self.stages = {
+            index: Stage(self.decoder, index, split[index], index == len(split) - 1, self.run_stage)
+            for index in mine
+        }  # a dict: names stay the decoder's
         self.compute_dtype = torch.float32
         self.seconds_waited = 0.0
         """For taps, in the last update."""
@@ -156,7 +122,7 @@ class PipelinedPolicy(Policy):
                     elif out.numel():
                         to = self.where[index + 1]
                         sends.append((dist.isend(out, group=group, group_dst=to), out))
-                _reshard(stage)
+                stage.free_weights()
             for work, _ in sends:
                 work.wait()
         self._update = None
@@ -216,7 +182,7 @@ class PipelinedPolicy(Policy):
         stages = []
         for index, module in self.stages.items():
             # Shapes are given, so that no stage is run on made-up inputs to find them out.
-            stage = _ScheduledStage(
+            stage = ScheduledStage(
                 module,
                 index,
                 len(self.split),
@@ -225,7 +191,7 @@ class PipelinedPolicy(Policy):
                 output_args=(hidden, hidden) if module.is_last else hidden,
                 group=self.mesh.pp_group,
             )
-            stage.policy = self
+            stage.before_forward, stage.after_backward = self.before_forward, self.after_backward
             stages.append(stage)
         kind = get_schedule_class(self.schedule)
         given = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
@@ -413,9 +379,3 @@ def sum_gradients(module: nn.Module, mesh: Mesh) -> None:
                 parameter.grad = torch.zeros_like(parameter)
             grad = parameter.grad
             mesh.sum_over_pp_(grad.to_local() if isinstance(grad, DTensor) else grad)
-
-
-def _reshard(stage: Stage) -> None:
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
