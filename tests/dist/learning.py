@@ -87,7 +87,13 @@ def build(mesh: Mesh, base: Path, config: Config) -> tuple[Learner, dict[str, di
         "draft": ModelOptimizer("draft", draft, config.draft.optim, 10),
     }
     for name, optimizer in sides.items():
-        optimizer.step = lambda name=name, model=optimizer.model: seen.update({name: gradients(model)}) or 0.0
+
+        def step(name: str = name, model: nn.Module = optimizer.model) -> float:
+            seen[name] = gradients(model)
+            model.zero_grad()
+            return 0.0
+
+        optimizer.step = step
     trainer = DraftTrainer(
         draft,
         passes=config.draft.ttt_steps,

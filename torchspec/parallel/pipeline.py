@@ -150,7 +150,12 @@ class PipelinedPolicy(Policy):
 
         `loss` is called on the rank of the last stage, `train_on` on the rank that `placement` says: as soon
         as more than P microbatches wait for it, and for what is left after the rank's last backward.
+
+        Raises:
+            RuntimeError: there are gradients already; a schedule's first step would drop them.
         """
+        if any(parameter.grad is not None for parameter in self.parameters()):
+            raise RuntimeError("a pipeline cannot add to gradients; step or clear them first")
         update = self._update = _Update(
             packs=packs,
             temperature=temperature,
