@@ -162,6 +162,7 @@ class Learner:
         draft = self.draft if train_draft else None
         train_on = self._draft_pass(draft.trainer, packs, meter) if draft else None
         aux_layers = draft.trainer.draft.spec.aux_layers if draft else ()
+        started = time.perf_counter()
         with self._timed("policy"):
             self.policy.forward_backward(
                 packs, loss, aux_layers=aux_layers, train_on=train_on, **self._how(temperature)
@@ -172,6 +173,9 @@ class Learner:
                 if self.mesh.pp_size > 1:
                     sum_gradients(draft.trainer.draft, self.mesh)
                 self._optimizer_step("draft", draft.optimizer, meter)
+            if self.mesh.pp_size > 1:
+                share = self.policy.seconds_waited / (time.perf_counter() - started)
+                meter.maximum("perf/tap_wait", share)
 
     def _draft_pass(
         self, draft: DraftTrainer, packs: list[Batch], meter: Meter

@@ -48,6 +48,9 @@ class Policy(nn.Module):
             norm and the head with the last. None: all, and only then can the policy be called.
     """
 
+    seconds_waited = 0.0
+    """For taps from other ranks, in the last update; never without a pipeline."""
+
     def __init__(
         self,
         spec: PolicySpec,

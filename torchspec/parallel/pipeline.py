@@ -87,8 +87,6 @@ class PipelinedPolicy(Policy):
             for index in mine
         }  # a dict: names stay the decoder's
         self.compute_dtype = torch.float32
-        self.seconds_waited = 0.0
-        """For taps, in the last update."""
         self._channels: dict[tuple[int, ...], TapChannel] = {}
         self._update: _Update | None = None
 

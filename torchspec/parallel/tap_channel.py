@@ -105,13 +105,14 @@ class TapChannel:
         self.bytes_sent = 0
         """Of taps alone, in this step."""
         self.seconds_waited = 0.0
-        """In `take`, in this step."""
+        """In `take`, in the last step: of the host, or on CUDA of the stream."""
         self._loads: list[Load] = []
         self._sinks: list[int] = []
         self._local: dict[tuple[int, int], list[Tensor]] = {}
         self._outboxes: dict[tuple[int, int], _Outbox] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._unchecked: list[tuple[Tensor, list[int]]] = []
+        self._stream_waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._poison = ""
 
     def begin(
@@ -204,7 +205,9 @@ class TapChannel:
                 self._wait(outbox.under_way.popleft(), f"a send of stage {stage} to pipeline rank {sink}")
         for header, expected in self._unchecked:
             self._check(header, expected)
+        self.seconds_waited += sum(a.elapsed_time(b) for a, b in self._stream_waits) / 1000
         self._unchecked.clear()
+        self._stream_waits.clear()
         total = len(self._sinks)
         for stage, sent in self.sent.items():
             if self.stage_ranks[stage] == self.rank and sent != total:
@@ -247,13 +250,17 @@ class TapChannel:
         expected = self._header(stage, microbatch, self._loads[microbatch].rows, self.dtype)
         started = time.perf_counter()
         if self.device.type == "cuda":  # a look at the header would make the host wait
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
             self._wait(message, what)
+            after.record()
+            self._stream_waits.append((before, after))
             self._unchecked.append((message.tensors[0], expected))
         else:
             self._wait(_Message(message.works[:1], []), what)
             self._check(message.tensors[0], expected)
             self._wait(_Message(message.works[1:], []), what)
-        self.seconds_waited += time.perf_counter() - started
+            self.seconds_waited += time.perf_counter() - started
 
     def _check(self, header: Tensor, expected: list[int]) -> None:
         found = header.tolist()
