@@ -83,7 +83,8 @@ def load_draft(draft: Eagle3, folder: Path) -> None:
 def _export(
     folder: Path, weights: Iterator[tuple[str, Tensor]], assets: Callable[[Path], None], mesh: Mesh
 ) -> None:
-    refuse_existing(folder)  # on all ranks, before the first collective
+    refuse_existing(folder)  # on all ranks, before one of them makes it
+    mesh.barrier()
     if mesh.is_main:
         with new_folder(folder) as partial:
             assets(partial)

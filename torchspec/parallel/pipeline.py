@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -174,7 +175,7 @@ class PipelinedPolicy(Policy):
                 self.seconds_waited = update.channel.seconds_waited
         self._update = None
 
-    def _make_schedule(self, update: _Update, loss: LossOfPack):
+    def _make_schedule(self, update: _Update, loss: LossOfPack) -> Any:
         def loss_of(output: tuple[Tensor, Tensor], microbatch: Tensor) -> Tensor:
             m = int(microbatch)
             return loss(m, PolicyOutput(*output, None), update.packs[m])
@@ -253,12 +254,17 @@ class PipelinedPolicy(Policy):
             with torch.enable_grad():
                 update.train_on(update.packs[m], taps)
 
-    def _open_channel(self, update: _Update, schedule) -> None:
-        ranks, count = self.mesh.pp_size, len(update.packs)
-        names = tap_names(self.split, update.aux_layers)
-        if update.aux_layers not in self._channels:
+    def sinks(self, microbatches: int) -> list[int]:
+        """The pipeline rank that trains the draft on each microbatch."""
+        last = self.placement == "last"
+        return [self.where[-1] if last else m % self.mesh.pp_size for m in range(microbatches)]
+
+    def channel(self, aux_layers: tuple[int, ...]) -> TapChannel:
+        """The channel for these taps; made on first use, by all ranks together."""
+        if aux_layers not in self._channels:
+            names = tap_names(self.split, aux_layers)
             groups = self.mesh.pp_groups(len(names), self.timeout_s)
-            self._channels[update.aux_layers] = TapChannel(
+            self._channels[aux_layers] = TapChannel(
                 rank=self.mesh.pp_rank,
                 stage_ranks=self.where,
                 sources={stage: len(made) for stage, made in names.items()},
@@ -268,8 +274,12 @@ class PipelinedPolicy(Policy):
                 device=self.mesh.device,
                 timeout_s=self.timeout_s,
             )
-        channel = update.channel = self._channels[update.aux_layers]
-        update.sinks = [self.where[-1] if self.placement == "last" else m % ranks for m in range(count)]
+        return self._channels[aux_layers]
+
+    def _open_channel(self, update: _Update, schedule: Any) -> None:
+        channel = update.channel = self.channel(update.aux_layers)
+        ranks, count = self.mesh.pp_size, len(update.packs)
+        sinks = update.sinks = self.sinks(count)
         if isinstance(schedule, PipelineScheduleMulti):
             order = read_order(schedule.pipeline_order)
         else:
@@ -277,12 +287,12 @@ class PipelinedPolicy(Policy):
         known = certain(order)
         depths = {
             (source, sink): ring_depth(
-                order, known, source, sink, [m for m, rank in enumerate(update.sinks) if rank == sink]
+                order, known, source, sink, [m for m, rank in enumerate(sinks) if rank == sink]
             )
-            for source in names
-            for sink in {*update.sinks} - {self.where[source]}
+            for source in channel.sources
+            for sink in {*sinks} - {self.where[source]}
         }
-        channel.begin([Load.of(batch) for batch in update.packs], update.sinks, depths)
+        channel.begin([Load.of(batch) for batch in update.packs], sinks, depths)
 
     @contextmanager
     def _stopping_all(self) -> Generator[None]:
