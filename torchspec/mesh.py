@@ -85,7 +85,7 @@ class Mesh:
         pipelines = self._mesh.mesh.flatten(1).T.tolist()
         timeout = timedelta(seconds=timeout_s)
         made = [dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)[0] for _ in range(count)]
-        return [group for group in made if group is not None]
+        return [group for group in made if isinstance(group, dist.ProcessGroup)]
 
     def sum_over_pp_(self, value: Tensor) -> Tensor:
         """Sum over the ranks of this pipeline, in place."""

@@ -32,7 +32,7 @@ from torchspec.models.spec import PolicySpec
 from torchspec.parallel.fsdp import shard
 from torchspec.parallel.order import certain, read_order, ring_depth, run_order, stage_ranks
 from torchspec.parallel.split import split_layers, tap_names
-from torchspec.parallel.stage import ScheduledStage, Stage
+from torchspec.parallel.stage import ScheduledStage, Stage, StageOutput
 from torchspec.parallel.tap_channel import Load, TapChannel, poison_groups
 from torchspec.records import Batch, Taps
 
@@ -198,12 +198,12 @@ class PipelinedPolicy(Policy):
             stage.before_forward, stage.after_backward = self.before_forward, self.after_backward
             stages.append(stage)
         kind = get_schedule_class(self.schedule)
-        given = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        given: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         return kind(given, len(update.packs), loss_fn=loss_of, scale_grads=False)
 
     # What a stage does
 
-    def run_stage(self, stage: Stage, h: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    def run_stage(self, stage: Stage, h: Tensor | None) -> StageOutput:
         """One stage's part of `Policy.forward` for its current microbatch."""
         update = self._update
         assert update is not None
@@ -213,10 +213,10 @@ class PipelinedPolicy(Policy):
         taps: dict[int | str, Tensor] = {"embeds": h[0]}
         h, entering = self.run_layers(stage.ids, h, batch, update.aux_layers)
         taps |= entering
-        output: Tensor | tuple[Tensor, Tensor]
+        output: StageOutput
         if stage.is_last:
-            taps["final"], *output = self.predict(h, batch, update.temperature, update.logprob_rows)
-            output = tuple(output)
+            final, logprobs, entropy = self.predict(h, batch, update.temperature, update.logprob_rows)
+            taps["final"], output = final, (logprobs, entropy)
         else:
             short = update.rows - rows
             output = F.pad(h, (0, 0, 0, short)) if short > 0 else h
@@ -233,8 +233,9 @@ class PipelinedPolicy(Policy):
         """Take the microbatch's taps, if this is the place: see `order.takes`."""
         update = self._update
         assert update is not None
-        here = update.channel and update.sinks[microbatch] == self.mesh.pp_rank
-        if not here or stage != max(self.stages):
+        if update.channel is None or stage != max(self.stages):
+            return
+        if update.sinks[microbatch] != self.mesh.pp_rank:
             return
         names = tap_names(self.split, update.aux_layers)
         taken = {

@@ -62,6 +62,7 @@ class ScheduledStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.before_forward()
+        assert isinstance(self.submod, Stage)
         self.submod.microbatch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 

@@ -314,6 +314,7 @@ def poison_groups(groups: Iterable[dist.ProcessGroup], device: torch.device) -> 
             if peer != group.rank():
                 try:
                     never = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+                    assert never is not None
                     never.wait(timedelta(milliseconds=1))
                 except RuntimeError:
                     pass
