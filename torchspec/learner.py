@@ -183,7 +183,7 @@ class Learner:
         """What trains the draft on one pack, given the pack's taps and the update's global denominators."""
         counts = torch.stack([pass_counts(batch, draft.passes) for batch in packs]).sum(0)
         denominator = draft.denominator(self.mesh.sum_over_fsdp(counts))
-        head = self.policy.head_weight(compute_dtype(self.config))
+        head = self.policy.head_weight(compute_dtype(self.config), draft.draft.teacher_rows)
         # A pack's loss is a share of the update's: over packs and ranks the counts add up to one.
         meter.mean("draft/loss", 0.0, 1 / self.mesh.world_size)
 

@@ -21,7 +21,7 @@ from torchspec.records import Rollout, SpecStats
 from torchspec.rollout.tally import Tally
 
 TOTAL = -1.0
-"""In place of a count: report the sum itself."""
+"""In place of a count: report the sum itself. Sums of it over records and ranks stay negative."""
 
 
 class Meter:
@@ -44,7 +44,7 @@ class Meter:
 
     def total(self, name: str, value: float | Tensor) -> None:
         """Add to a sum over ranks."""
-        self._sums.setdefault(name, []).append((value, 0.0 if name in self._sums else TOTAL))
+        self._sums.setdefault(name, []).append((value, TOTAL))
 
     def maximum(self, name: str, value: float | Tensor) -> None:
         self._max.setdefault(name, []).append(value)

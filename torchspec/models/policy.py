@@ -169,9 +169,13 @@ class Policy(nn.Module):
         return layer(*inputs)
 
     @torch.no_grad()
-    def head_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The head's full weight [V, E], detached, as `dtype` (None: as stored). Collective if sharded."""
-        return full_weight(self.decoder.lm_head.weight, dtype)
+    def head_weight(self, dtype: torch.dtype | None = None, rows: Tensor | None = None) -> Tensor:
+        """The head's full weight [V, E], or some rows of it, detached, as `dtype` (None: as stored).
+
+        Collective if sharded.
+        """
+        weight = full_weight(self.decoder.lm_head.weight, dtype)
+        return weight if rows is None else weight[rows]
 
     @torch.no_grad()
     def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -314,14 +314,18 @@ class PipelinedPolicy(Policy):
         return {name: p.shape for name, p in whole.named_parameters()}
 
     @torch.no_grad()
-    def head_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+    def head_weight(self, dtype: torch.dtype | None = None, rows: Tensor | None = None) -> Tensor:
         """As `Policy.head_weight`, on the ranks that train the draft; elsewhere empty, [0, E]."""
-        owner = self.where[-1]
-        if self.placement == "last" and self.mesh.pp_rank != owner:
-            return torch.empty(0, self.spec.dim, dtype=dtype, device=self.mesh.device)
-        if self.placement == "last":
-            return super().head_weight(dtype)
-        return self._broadcast("lm_head.weight", (self.spec.vocab_size, self.spec.dim), owner, dtype)
+        is_owner = self.mesh.pp_rank == self.where[-1]
+        height = self.spec.vocab_size if rows is None else len(rows)
+        if is_owner:
+            weight = super().head_weight(dtype, rows)
+        else:
+            height = height if self.placement == "spread" else 0
+            weight = self._empty((height, self.spec.dim), dtype)
+        if self.placement == "spread":
+            self.mesh.broadcast_over_pp_(weight, self.where[-1])
+        return weight
 
     @torch.no_grad()
     def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -342,9 +346,12 @@ class PipelinedPolicy(Policy):
         if owner == self.mesh.pp_rank:
             weight = full_weight(self.decoder.get_parameter(name), dtype).contiguous()
         else:
-            stored = next(self.parameters()).dtype
-            weight = torch.empty(tuple(shape), dtype=dtype or stored, device=self.mesh.device)
+            weight = self._empty(shape, dtype)
         return self.mesh.broadcast_over_pp_(weight, owner)
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
+        stored = next(self.parameters()).dtype
+        return torch.empty(tuple(shape), dtype=dtype or stored, device=self.mesh.device)
 
 
 def load_pipelined(
