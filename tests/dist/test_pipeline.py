@@ -54,10 +54,12 @@ SCHEDULES = {
 }
 LAYOUTS = {  # ranks, layout, cases
     "pp 2": (2, Parallel(pp=2), BOTH | SCHEDULES),
-    "pp 4": (4, Parallel(pp=4), BOTH | {name: SCHEDULES[name] for name in ("interleaved", "ZBV")}),
+    "pp 4": (4, Parallel(pp=4), BOTH),
+    "pp 4, schedules": (4, Parallel(pp=4), {name: SCHEDULES[name] for name in ("interleaved", "ZBV")}),
     "pp 2, cp 2": (4, Parallel(pp=2, cp=2), BOTH),
     "pp 2, dp 2": (4, Parallel(pp=2, dp_shard=2), BOTH),
 }
+QUICK = ("pp 2", "pp 4")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +92,9 @@ def assert_equal_updates(found: list[Update], expected: Update) -> None:
     assert set().union(*(update["policy"] for update in found)) == expected["policy"].keys()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_an_update_does_not_depend_on_the_layout(single, base, layout, tmp_path) -> None:
     ranks, parallel, cases = LAYOUTS[layout]
     results = run_world(ranks, reinforce, tmp_path, base, cases, parallel=parallel)

@@ -55,6 +55,20 @@ def base(tmp_path_factory) -> Path:
     return make_base(tmp_path_factory.mktemp("base") / "tiny", TINY)
 
 
+@pytest.fixture(scope="module")
+def on_two(base, tmp_path_factory) -> list[dict[str, Any]]:
+    """What two ranks found, in one world: starting one takes longer than most checks."""
+    return run_world(2, all_on_two, tmp_path_factory.mktemp("world"), base, parallel=Parallel(pp=2))
+
+
+def all_on_two(mesh: Mesh, base: Path) -> dict[str, Any]:
+    return {
+        "taps": compare_taps(mesh, base, ON_TWO),
+        "stepped": weights_and_steps(mesh, base),
+        "watched": watch(mesh, base),
+    }
+
+
 def config_of(schedule: str, placement: str = "last", sizes: list[int] | None = None) -> Config:
     return small_config(
         parallel__schedule=schedule, draft__placement=placement, parallel__layers_per_stage=sizes or []
@@ -86,6 +100,7 @@ def compare_taps(mesh: Mesh, base: Path, cases: list[Case]) -> list[tuple[str, i
                 trained.append((case, count, m))
 
             policy.forward_backward(packs, log_likelihood, aux_layers=aux, train_on=check, **HOW)
+            policy.zero_grad()
             (channel,) = policy._channels.values()
             made = sum(n for stage, n in channel.sources.items() if channel.stage_ranks[stage] == mesh.pp_rank)
             away = [len(p.tokens) for p, sink in zip(packs, channel._sinks) if sink != mesh.pp_rank]
@@ -93,10 +108,8 @@ def compare_taps(mesh: Mesh, base: Path, cases: list[Case]) -> list[tuple[str, i
     return trained
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_taps_are_those_of_the_whole_policy(base, ranks, tmp_path) -> None:
-    cases = ON_TWO if ranks == 2 else ON_FOUR
-    results = run_world(ranks, compare_taps, tmp_path, base, cases, parallel=Parallel(pp=ranks))
+def assert_trained_where(results: list[list[tuple[int, int, int]]], cases: list[Case]) -> None:
+    ranks = len(results)
     for case, (schedule, counts, placement, *_) in enumerate(cases):
         for count in counts:
             for m in range(count):
@@ -104,6 +117,16 @@ def test_taps_are_those_of_the_whole_policy(base, ranks, tmp_path) -> None:
                 last = 0 if schedule == "ZBVZeroBubble" else ranks - 1
                 assert where == [last if placement == "last" else m % ranks]
     assert all(len(trained) == len(set(trained)) for trained in results)
+
+
+def test_taps_are_those_of_the_whole_policy(on_two) -> None:
+    assert_trained_where([found["taps"] for found in on_two], ON_TWO)
+
+
+@pytest.mark.slow
+def test_taps_on_four_ranks(base, tmp_path) -> None:
+    results = run_world(4, compare_taps, tmp_path, base, ON_FOUR, parallel=Parallel(pp=4))
+    assert_trained_where(results, ON_FOUR)
 
 
 def watch(mesh: Mesh, base: Path) -> dict[str, Any]:
@@ -130,8 +153,9 @@ def watch(mesh: Mesh, base: Path) -> dict[str, Any]:
     return found
 
 
-def test_policy_and_schedule_are_the_same_without_the_draft(base, tmp_path) -> None:
-    for found in run_world(2, watch, tmp_path, base, parallel=Parallel(pp=2)):
+def test_policy_and_schedule_are_the_same_without_the_draft(on_two) -> None:
+    for results in on_two:
+        found = results["watched"]
         for (schedule, placement, on), (calls, gradients, drafted) in found.items():
             assert drafted == on
             without_calls, without, _ = found[schedule, placement, False]
@@ -170,8 +194,9 @@ def weights_and_steps(mesh: Mesh, base: Path) -> dict[str, Any]:
     return found
 
 
-def test_weights_scores_and_clipped_steps_are_those_of_the_whole_policy(base, tmp_path) -> None:
-    for found in run_world(2, weights_and_steps, tmp_path, base, parallel=Parallel(pp=2)):
+def test_weights_scores_and_clipped_steps_are_those_of_the_whole_policy(on_two) -> None:
+    for results in on_two:
+        found = dict(results["stepped"])
         norm, expected = found.pop("whole")
         assert norm > 0.5  # it was clipped
         for other, weights in found.values():
