@@ -23,6 +23,7 @@ from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec, read_json
 from torchspec.models.tiny import make_tiny
 from torchspec.parallel.fsdp import shard
+from torchspec.parallel.pipeline import load_pipelined
 from torchspec.records import Problem, Rollout
 from torchspec.rewards import Scorer
 from torchspec.rollout.engine import Sampling
@@ -87,8 +88,19 @@ def load_tokenizer(folder: Path, spec: PolicySpec) -> PreTrainedTokenizerBase:
 
 def build_policy(config: Config, mesh: Mesh, folder: Path, spec: PolicySpec) -> Policy:
     """The policy with the folder's weights, sharded; fp32 master weights."""
-    recompute = config.train.activation_checkpointing
-    return load_policy(folder, spec, mesh, compute_dtype(config), activation_checkpointing=recompute)
+    recompute, dtype = config.train.activation_checkpointing, compute_dtype(config)
+    if mesh.pp_size == 1:
+        return load_policy(folder, spec, mesh, dtype, activation_checkpointing=recompute)
+    return load_pipelined(
+        folder,
+        spec,
+        mesh,
+        config.parallel,
+        dtype,
+        placement=config.draft.placement,
+        timeout_s=config.tap.timeout_s,
+        activation_checkpointing=recompute,
+    )
 
 
 def score(

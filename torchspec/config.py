@@ -97,6 +97,8 @@ class Draft:
     """Key/value heads of the draft's layer; 0: the policy's."""
     ffn_dim: int = 0
     """Hidden width of the draft's feed-forward; 0: the policy's."""
+    placement: Literal["last", "spread"] = "last"
+    """parallel.pp > 1: the rank of the last stage trains the draft, or all ranks take turns by microbatch."""
     loss_rows: int = 1024
     """Rows of head and soft cross-entropy computed at a time; logits never exist for more."""
     row_block: int = 0
@@ -278,6 +280,18 @@ class Parallel:
     attention: Literal["auto", "ring", "gather", "passq"] = "auto"
     """cp > 1, the policy's layers: keys and values ride a ring or are gathered, or queries travel; auto: by
     bytes sent, gathered only where 4 GB hold all layers' (docs/attention.md)."""
+    schedule: Literal["1F1B", "Interleaved1F1B", "GPipe", "ZBVZeroBubble"] = "1F1B"
+    """pp > 1: order of forwards and backwards; Interleaved1F1B and ZBVZeroBubble have two stages a rank."""
+    layers_per_stage: list[int] = field(default_factory=list)
+    """pp > 1: layers of each stage, for a last stage with less to do; []: as even as can be."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Tap:
+    """Taps on their way between pipeline stages."""
+
+    timeout_s: float = 600.0
+    """Longest wait for one; on CUDA from when it is expected, so above the time of a step."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -323,6 +337,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     guards: Guards = field(default_factory=Guards)
     parallel: Parallel = field(default_factory=Parallel)
+    tap: Tap = field(default_factory=Tap)
 
 
 def longest_draft(config: Config) -> int:

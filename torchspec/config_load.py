@@ -204,6 +204,7 @@ def check(config: Config) -> None:
     _check_rollout(config)
     _check_speculation(config)
     _check_sources(config)
+    _check_pipeline(config)
 
 
 def _numbers(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -353,3 +354,24 @@ def _check_sources(config: Config) -> None:
         f"data.size = {data.size} must be 0 or at least rollout.problems_per_step",
     )
     _require(reward.timeout_s > 0, f"reward.timeout_s = {reward.timeout_s} must be above 0")
+
+
+def _check_pipeline(config: Config) -> None:
+    parallel, sizes = config.parallel, config.parallel.layers_per_stage
+    _require(config.tap.timeout_s > 0, f"tap.timeout_s = {config.tap.timeout_s} must be above 0")
+    _require(
+        parallel.schedule != "ZBVZeroBubble" or not config.train.activation_checkpointing,
+        "parallel.schedule = 'ZBVZeroBubble' runs every backward in two parts, and activations can be "
+        "recomputed for one of them only; set train.activation_checkpointing = false, or take another schedule",
+    )
+    if not sizes:
+        return
+    _require(parallel.pp > 1, "parallel.layers_per_stage needs parallel.pp > 1")
+    _require(min(sizes) >= 1, f"parallel.layers_per_stage = {sizes}: every stage needs a layer")
+    per_rank = {"ZBVZeroBubble": 2, "Interleaved1F1B": max(2, len(sizes) // parallel.pp)}
+    wanted = parallel.pp * per_rank.get(parallel.schedule, 1)
+    _require(
+        len(sizes) == wanted,
+        f"parallel.layers_per_stage = {sizes}: {parallel.schedule} over parallel.pp = {parallel.pp} ranks "
+        f"has {wanted} stages, not {len(sizes)}",
+    )

@@ -46,7 +46,7 @@ def export_policy(
         copy_assets(source_folder, partial)
         config = read_json(partial / "config.json")
         config.pop("torch_dtype", None)  # the key's name before transformers 5
-        written = dtype or policy.decoder.norm.weight.dtype
+        written = dtype or next(policy.parameters()).dtype
         config["dtype"] = str(written).removeprefix("torch.")
         write_json(partial / "config.json", config)
 
@@ -98,7 +98,8 @@ def load_draft(draft: Eagle3, folder: Path) -> None:
 def _export(
     folder: Path, weights: Iterator[tuple[str, Tensor]], assets: Callable[[Path], None], mesh: Mesh
 ) -> None:
-    refuse_existing(folder)  # on all ranks, before the first collective
+    refuse_existing(folder)  # on all ranks, before one of them makes it
+    mesh.barrier()
     if mesh.is_main:
         with new_folder(folder) as partial:
             assets(partial)

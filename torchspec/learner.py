@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,18 +22,16 @@ from torchspec.draft.blocks import pass_counts
 from torchspec.draft.trainer import DraftTrainer
 from torchspec.mesh import Mesh
 from torchspec.metrics import Meter
-from torchspec.models.policy import Policy, PolicyOutput
+from torchspec.models.policy import LossOfPack, Policy, PolicyOutput
 from torchspec.optim import ModelOptimizer
 from torchspec.parallel.context import local_rows
+from torchspec.parallel.pipeline import sum_gradients
 from torchspec.policy_loss import policy_loss, supervised_loss
 from torchspec.records import Batch, Rollout, Taps
 
 
 class NonFinite(FloatingPointError):
     """A loss or a gradient is not finite, on this rank or another; the optimizer step was not made."""
-
-
-LossOfPack = Callable[[int, PolicyOutput, Batch], Tensor]
 
 
 class DraftLearner(NamedTuple):
@@ -86,7 +84,8 @@ class Learner:
     ) -> None:
         """rl.minibatches GRPO updates on this rank's rollouts; the draft takes part if `train_draft`.
 
-        `check` is called before each pack until the first update is made: if it raises, nothing has changed.
+        `check` is called before every pack's loss (in a pipeline: before every pass over all packs) until the
+        first update is made: if it raises, nothing has changed.
         """
         self._check = check
         count = self.config.rl.minibatches
@@ -146,6 +145,7 @@ class Learner:
         lengths = [len(r.prompt_tokens) + len(r.tokens) for r in rollouts]
         needed = packing.num_packs_needed(lengths, size)
         count = int(self.mesh.max_over_world(torch.tensor([needed])).item())
+        count += -count % self.mesh.pp_size  # what every pipeline schedule can do with
         group = self.mesh.cp_group
         return [
             local_rows(batch, group, self.transport).to(self.mesh.device)
@@ -170,17 +170,13 @@ class Learner:
         valid = torch.stack([batch.target_mask.sum() for batch in packs]).sum()
         return max(1.0, float(self.mesh.sum_over_fsdp(valid)))
 
-    @torch.no_grad()
     def _score(self, policy: Policy, packs: list[Batch]) -> list[Tensor]:
-        """Log-probabilities of every pack's targets, without gradients."""
-        return [self._forward(policy, batch, self.config.rollout.temperature).logprobs for batch in packs]
-
-    def _forward(
-        self, policy: Policy, batch: Batch, temperature: float, aux_layers: tuple[int, ...] = ()
-    ) -> PolicyOutput:
+        """Log-probabilities of every pack's targets, without gradients; where the loss is computed."""
         self._check()
-        rows = self.config.train.logprob_rows
-        return policy(batch, temperature=temperature, logprob_rows=rows, aux_layers=aux_layers)
+        return policy.score(packs, **self._how(self.config.rollout.temperature))
+
+    def _how(self, temperature: float) -> dict[str, Any]:
+        return {"temperature": temperature, "logprob_rows": self.config.train.logprob_rows}
 
     def _update(
         self, packs: list[Batch], loss: LossOfPack, temperature: float, meter: Meter, train_draft: bool
@@ -189,26 +185,34 @@ class Learner:
         draft = self.draft if train_draft else None
         train_on = self._draft_pass(draft.trainer, packs, meter) if draft else None
         aux_layers = draft.trainer.draft.spec.aux_layers if draft else ()
-        total = torch.zeros((), dtype=torch.float64)
-        for index, batch in enumerate(packs):
-            with self._timed("policy"):
-                output = self._forward(self.policy, batch, temperature, aux_layers)
-                value = loss(index, output, batch)
-                value.backward()
-                total += value.item()
-            if train_on and output.taps:
-                with self._timed("draft"):
-                    train_on(batch, output.taps)
-        self._check = lambda: None
-        if self.mesh.max_over_world((~total.isfinite()).double()).item():
-            raise NonFinite(
-                f"the policy's loss is not finite (on this rank {total.item()}); no update was made"
+        started = time.perf_counter()
+        self._check()
+        worst = torch.zeros((), device=self.mesh.device)
+
+        def checked(index: int, output: PolicyOutput, batch: Batch) -> Tensor:
+            if self.mesh.pp_size == 1:  # not between the microbatches of a schedule, which other ranks are in
+                self._check()
+            value = loss(index, output, batch)
+            worst.add_((~value.detach().isfinite()).float())
+            return value
+
+        with self._timed("policy"):
+            self.policy.forward_backward(
+                packs, checked, aux_layers=aux_layers, train_on=train_on, **self._how(temperature)
             )
+        self._check = lambda: None
+        if self.mesh.max_over_world(worst).item():
+            raise NonFinite("the policy's loss is not finite; no update was made")
         with self._timed("policy"):
             self._optimizer_step("policy", self.policy_optimizer, meter)
         if draft:
             with self._timed("draft"):
+                if self.mesh.pp_size > 1:
+                    sum_gradients(draft.trainer.draft, self.mesh)
                 self._optimizer_step("draft", draft.optimizer, meter)
+            if self.mesh.pp_size > 1:
+                share = self.policy.seconds_waited / (time.perf_counter() - started)
+                meter.maximum("perf/tap_wait", share)
 
     def _draft_pass(
         self, draft: DraftTrainer, packs: list[Batch], meter: Meter
@@ -216,15 +220,16 @@ class Learner:
         """What trains the draft on one pack, given the pack's taps and the update's global denominators."""
         counts = torch.stack([pass_counts(batch, draft.passes) for batch in packs]).sum(0)
         denominator = draft.denominator(self.mesh.sum_over_fsdp(counts))
-        head = self.policy.head_weight(compute_dtype(self.config))
+        head = self.policy.head_weight(compute_dtype(self.config), draft.draft.teacher_rows)
         # A pack's loss is a share of the update's: over packs and ranks the counts add up to one.
         meter.mean("draft/loss", 0.0, 1 / self.mesh.world_size)
 
         def train_on(batch: Batch, taps: Taps) -> None:
-            stats = draft.backward(batch, taps, head, denominator)
+            with self._timed("draft", within="policy"):
+                stats = draft.backward(batch, taps, head, denominator)
             meter.mean("draft/loss", stats.loss, 0.0)
             for name, row in (("ce", 1), ("overlap", 2), ("top1", 3)):
-                for d, (total, count) in enumerate(zip(stats.sums[row].tolist(), stats.counts.tolist())):
+                for d, (total, count) in enumerate(zip(stats.sums[row], stats.counts)):
                     meter.mean(f"draft/{name}_{d}", total, count)
 
         return train_on
@@ -237,9 +242,13 @@ class Learner:
             raise NonFinite(str(error)) from error
 
     @contextmanager
-    def _timed(self, model: str) -> Generator[None]:
+    def _timed(self, model: str, within: str = "") -> Generator[None]:
+        """Add to a model's seconds, and take them from those of the model `within` whose time they lie."""
         started = time.perf_counter()
         yield
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-        self._seconds[model] += time.perf_counter() - started
+        if self.mesh.device.type == "cuda" and not (within and self.mesh.pp_size > 1):
+            torch.cuda.synchronize()  # not between a schedule's microbatches: hosts run ahead there
+        spent = time.perf_counter() - started
+        self._seconds[model] += spent
+        if within:
+            self._seconds[within] -= spent

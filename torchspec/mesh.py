@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import TypeVar
 
@@ -61,6 +62,7 @@ class Mesh:
         self._mesh = init_device_mesh(kind, sizes, mesh_dim_names=("pp", "dp_shard", "cp"))
         self._fsdp = self._mesh["dp_shard", "cp"]._flatten("fsdp")
         self._replica = self._mesh["pp", "cp"]._flatten("replica")
+        self.pp_rank = self._mesh.get_local_rank("pp")
         self.dp_rank = self._mesh.get_local_rank("dp_shard")
 
     @property
@@ -72,6 +74,28 @@ class Mesh:
     def cp_group(self) -> str:
         """Name of this rank's context-parallel process group; "" where it has one rank."""
         return self._mesh.get_group("cp").group_name if self.cp_size > 1 else ""
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """The ranks of this rank's pipeline."""
+        return self._mesh.get_group("pp")
+
+    def pp_groups(self, count: int, timeout_s: float) -> list[dist.ProcessGroup]:
+        """`count` more groups of the same ranks, with traffic of their own. Collective over all ranks."""
+        pipelines = self._mesh.mesh.flatten(1).T.tolist()
+        timeout = timedelta(seconds=timeout_s)
+        made = [dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)[0] for _ in range(count)]
+        return [group for group in made if isinstance(group, dist.ProcessGroup)]
+
+    def sum_over_pp_(self, value: Tensor) -> Tensor:
+        """Sum over the ranks of this pipeline, in place."""
+        dist.all_reduce(value, group=self.pp_group)
+        return value
+
+    def broadcast_over_pp_(self, value: Tensor, source: int) -> Tensor:
+        """Overwrite `value` with that of pipeline rank `source`."""
+        dist.broadcast(value, group=self.pp_group, group_src=source)
+        return value
 
     @property
     def is_main(self) -> bool:
@@ -129,6 +153,14 @@ class Mesh:
         parts: list[T] | None = [value] * self.world_size if self.is_main else None
         dist.gather_object(value, parts, dst=0, group=group)
         return parts or []
+
+    def union(self, names: Iterable[str]) -> list[str]:
+        """The names of all ranks, sorted."""
+        parts: list[list[str]] = [sorted(names)]
+        if self.world_size > 1:
+            parts *= self.world_size
+            dist.all_gather_object(parts, sorted(names))
+        return sorted({name for part in parts for name in part})
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -21,40 +21,40 @@ from torchspec.records import Rollout, SpecStats
 from torchspec.rollout.tally import Tally
 
 TOTAL = -1.0
-"""In place of a count: report the sum itself."""
+"""In place of a count: report the sum itself. Sums of it over records and ranks stay negative."""
 
 
 class Meter:
     """Collects one step's numbers on every rank and reduces them with two collectives.
 
-    Every rank must record the same names.
+    A rank may leave names out: stages of a pipeline know different things. Tensors are only looked at in
+    `reduce`, so recording never waits for a GPU.
 
     Example: two ranks record `mean("reward/mean", 3.0, 4)` and `mean("reward/mean", 1.0, 4)`:
         meter.reduce(mesh)["reward/mean"] == 0.5
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[float]] = {}
-        self._max: dict[str, float] = {}
+        self._sums: dict[str, list[tuple[float | Tensor, float | Tensor]]] = {}
+        self._max: dict[str, list[float | Tensor]] = {}
 
     def mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
         """Add to a mean's numerator and denominator; a mean of nothing is reported as 0."""
-        pair = self._sums.setdefault(name, [0.0, 0.0])
-        pair[0] += float(total)
-        pair[1] += float(count)
+        self._sums.setdefault(name, []).append((total, count))
 
     def total(self, name: str, value: float | Tensor) -> None:
         """Add to a sum over ranks."""
-        self._sums.setdefault(name, [0.0, TOTAL])[0] += float(value)
+        self._sums.setdefault(name, []).append((value, TOTAL))
 
     def maximum(self, name: str, value: float | Tensor) -> None:
-        self._max[name] = max(self._max.get(name, float("-inf")), float(value))
+        self._max.setdefault(name, []).append(value)
 
     def reduce(self, mesh: Mesh) -> dict[str, float]:
-        names, peaks = sorted(self._sums), sorted(self._max)
-        sums = mesh.sum_over_world(torch.tensor([self._sums[n] for n in names], dtype=torch.float64))
-        tops = mesh.max_over_world(torch.tensor([self._max[n] for n in peaks], dtype=torch.float64))
-        values = dict(zip(peaks, tops.tolist()))
+        names, peaks = mesh.union(self._sums), mesh.union(self._max)
+        pairs = [[sum(map(float, column)) for column in zip(*self._sums.get(n, [(0, 0)]))] for n in names]
+        tops = [max(map(float, self._max.get(n, [float("-inf")]))) for n in peaks]
+        sums = mesh.sum_over_world(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2))
+        values = dict(zip(peaks, mesh.max_over_world(torch.tensor(tops, dtype=torch.float64)).tolist()))
         for name, (total, count) in zip(names, sums.tolist()):
             values[name] = total if count < 0 else total / count if count else 0.0
         return values

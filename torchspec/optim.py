@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,25 @@ class ModelOptimizer:
     """AdamW, schedule and clip of one model, the policy or the draft.
 
     Each model has its own, so a joint gradient norm can never let the draft scale the policy's update.
+
+    Args:
+        sum_over_stages: adds up, in place, a tensor over the ranks that hold different layers of the model.
     """
 
-    def __init__(self, name: str, model: nn.Module, optim: Optim, total_steps: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optim: Optim,
+        total_steps: int,
+        sum_over_stages: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.name = name
         self.model = model
         self.clip = optim.clip
         self.optim = optim
         self.total_steps = total_steps
+        self.sum_over_stages = sum_over_stages
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=optim.lr,
@@ -79,6 +91,8 @@ class ModelOptimizer:
             )
         total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         total = total.full_tensor() if isinstance(total, DTensor) else total
+        if self.sum_over_stages:
+            total = self.sum_over_stages(total.square()).sqrt()
         norm = total.item()
         if not math.isfinite(norm):
             raise FloatingPointError(f"the {self.name}'s gradient norm is {norm}; no update was made")

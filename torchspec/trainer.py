@@ -252,7 +252,8 @@ class Trainer:
             )
             optimizer = ModelOptimizer("draft", self.draft, config.draft.optim, draft_updates)
             draft = DraftLearner(trainer, optimizer)
-        optimizer = ModelOptimizer("policy", self.policy, policy, updates)
+        sum_over_stages = self.mesh.sum_over_pp_ if self.mesh.pp_size > 1 else None
+        optimizer = ModelOptimizer("policy", self.policy, policy, updates, sum_over_stages)
         return Learner(config, self.mesh, self.policy, optimizer, draft, reference)
 
     def _warm_up(self) -> tuple[Path, Path | None]:

@@ -24,8 +24,8 @@ from torchspec.records import Rollout
 TINY = TinyModel(dim=32, layers=3, heads=4, kv_heads=2, head_dim=8, ffn_dim=48)
 
 
-def make_base(folder: Path) -> Path:
-    make_tiny(folder, TINY, max_len=128, seed=3)
+def make_base(folder: Path, tiny: TinyModel = TINY) -> Path:
+    make_tiny(folder, tiny, max_len=128, seed=3)
     return folder
 
 
@@ -87,7 +87,13 @@ def build(mesh: Mesh, base: Path, config: Config) -> tuple[Learner, dict[str, di
         "draft": ModelOptimizer("draft", draft, config.draft.optim, 10),
     }
     for name, optimizer in sides.items():
-        optimizer.step = lambda name=name, model=optimizer.model: seen.update({name: gradients(model)}) or 0.0
+
+        def step(name: str = name, model: nn.Module = optimizer.model) -> float:
+            seen[name] = gradients(model)
+            model.zero_grad()
+            return 0.0
+
+        optimizer.step = step
     trainer = DraftTrainer(
         draft,
         passes=config.draft.ttt_steps,
@@ -103,9 +109,11 @@ def reinforce(
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """One update per case (config, train the draft?) on this rank's groups: metrics and full gradients."""
     results = {}
+    # In the order in which two ranks of a replica would have them: minibatches depend on it.
+    ordered = sorted(fixed_rollouts(), key=lambda r: int(r.problem_id[1:]) % 2)
     for name, (config, train_draft) in cases.items():
         learner, seen = build(mesh, base, config)
-        mine = [r for r in fixed_rollouts() if int(r.problem_id[1:]) % mesh.world_size == mesh.rank]
+        mine = [r for r in ordered if int(r.problem_id[1:]) % mesh.world_size == mesh.rank]
         meter = Meter()
         learner.reinforce(mine, meter, train_draft)
         results[name] = {"metrics": meter.reduce(mesh), **seen}

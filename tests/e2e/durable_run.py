@@ -100,14 +100,14 @@ class Recording(Trainer):
 
             scheduler.schedule = signalled
         else:  # between the packs of the update
-            forward, calls = self.learner._forward, count(1)
+            forward, calls = self.learner.policy.forward, count(1)
 
             def signalled(*args: Any, **kwargs: Any) -> Any:
                 if next(calls) == 2:
                     os.kill(os.getpid(), signal.SIGINT)
                 return forward(*args, **kwargs)
 
-            self.learner._forward = signalled
+            self.learner.policy.forward = signalled
 
 
 def run(scenario: dict[str, Any]) -> None:

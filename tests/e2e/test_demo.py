@@ -18,6 +18,7 @@ from torchspec.rollout.budget import CostTable
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "demo_cpu.toml"
 HYBRID = ROOT / "configs" / "hybrid_cpu.toml"
+PIPELINE = ROOT / "configs" / "pipeline_cpu.toml"
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 pytestmark = pytest.mark.e2e
@@ -28,8 +29,8 @@ def run(*command: str, timeout: int = 600) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=timeout)
 
 
-def train_demo(folder: Path, *overrides: str, timeout: int = 600) -> Path:
-    launch = [TORCHRUN, "--standalone", "--nproc_per_node=2", "train.py", str(DEMO)]
+def train_demo(folder: Path, *overrides: str, timeout: int = 600, config: Path = DEMO) -> Path:
+    launch = [TORCHRUN, "--standalone", "--nproc_per_node=2", "train.py", str(config)]
     done = run(*launch, "--run.dir", str(folder), *overrides, timeout=timeout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (folder / "stdout").write_text(done.stdout)
@@ -174,6 +175,20 @@ def test_the_bench_compares_all_drafters_in_one_engine(hybrid_run, tmp_path) -> 
     assert all(row["ratio"] == 1 and not sum(row["drafted"]) for row in rows if row["mode"] == "off")
     assert rows[6]["tau"] > 2  # the suffix drafter's second epoch
     assert (out / "bench.png").stat().st_size > 5000
+
+
+@pytest.mark.dist
+def test_a_pipeline_trains_and_refits(tmp_path) -> None:
+    """Both stages' weights reach the engine: it samples with the trainer's probabilities after an update."""
+    train_demo(tmp_path, "--rl.minibatches=2", "--rl.kl_coef=0.01", config=PIPELINE)
+    rows = read_metrics(tmp_path / "pipeline")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert all(math.isfinite(value) for value in row.values())
+        assert row["policy/kl_train_rollout"] < 1e-3
+        assert row["draft/loss"] > 0
+        assert 0 <= row["perf/tap_wait"] < 1
+    assert rows[1]["policy/kl_reference"] > 0
 
 
 @pytest.mark.slow

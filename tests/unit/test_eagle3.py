@@ -181,6 +181,7 @@ def run(draft, documents, taps, head, passes, loss_rows=5, row_block=0):
     trainer = DraftTrainer(draft, passes=passes, pass_decay=DECAY, loss_rows=loss_rows, row_block=row_block)
     batch = make_batch(documents)
     draft.zero_grad()
+    head = head if draft.teacher_rows is None else head[draft.teacher_rows]
     stats = trainer.backward(batch, taps, head, trainer.denominator(pass_counts(batch, passes)))
     return stats, {name: p.grad.clone() for name, p in draft.named_parameters()}
 

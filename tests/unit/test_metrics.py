@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ from torchspec.records import Rollout, SpecStats
 class TwoEqualRanks:
     """Stands in for a mesh on which another rank recorded the same."""
 
+    def union(self, names: Iterable[str]) -> list[str]:
+        return sorted(names)
+
     def sum_over_world(self, value: torch.Tensor) -> torch.Tensor:
         return 2 * value
 
@@ -43,6 +47,17 @@ def test_means_totals_and_maxima_over_ranks() -> None:
     meter.maximum("maximum", -5)
     values = meter.reduce(TwoEqualRanks())
     assert values == {"mean": 0.5, "of nothing": 0.0, "total": 10.0, "maximum": -3.0}
+
+
+class LastStageKnowsMore(TwoEqualRanks):
+    def union(self, names: Iterable[str]) -> list[str]:
+        return [*names, "policy/loss"] if names else []
+
+
+def test_a_rank_takes_part_in_sums_it_has_not_recorded() -> None:
+    meter = Meter()
+    meter.total("rollout/tokens", 3.0)
+    assert meter.reduce(LastStageKnowsMore())["rollout/tokens"] == 6.0
 
 
 def rollout(spec: SpecStats | None, length: int = 3, **fields) -> Rollout:

@@ -311,7 +311,7 @@ class Eagle3(nn.Module):
     ) -> DraftLosses:
         """Run K = len(pass_weights) passes of TTT over N anchors and score them against the policy.
 
-        Anchor i of pass d is scored against softmax(head_weight @ final[i + d]), without temperature. With a
+        Anchor i of pass d is scored against softmax(teacher_head @ final[i + d]), without temperature. With a
         reduced vocabulary the teacher is renormalised over it: rows whose teacher has little mass there are
         trained all the same, and `overlap` is then an upper bound of the acceptance.
 
@@ -366,10 +366,10 @@ class Eagle3(nn.Module):
         """A zero with a graph to a parameter: for a backward that adds nothing, but makes FSDP reduce."""
         return self.norm(self.norm.weight.new_empty(0, self.spec.dim)).sum()
 
-    def teacher_head(self, head_weight: Tensor) -> Tensor:
-        """The policy's head [V, E], detached, and of a reduced vocabulary only its rows, [Vd, E]."""
-        head_weight = head_weight.detach()
-        return head_weight[target_ids(self.d2t)] if "d2t" in self._buffers else head_weight
+    @property
+    def teacher_rows(self) -> Tensor | None:
+        """Which rows of the policy's head are this draft's vocabulary, int64 [Vd]; None: all."""
+        return target_ids(self.d2t) if "d2t" in self._buffers else None
 
     def _project(self, aux: list[Tensor]) -> Tensor:
         """The taps [T, E] each -> the hidden state of pass 0, [T, E]."""

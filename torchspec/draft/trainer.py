@@ -96,7 +96,7 @@ class DraftTrainer:
         """sum_d a_d counts_d, at least 1, for the global batch's `pass_counts` [K]."""
         return max(sum(a * n for a, n in zip(self.pass_weights, counts.tolist(), strict=True)), 1.0)
 
-    def backward(self, batch: Batch, taps: Taps, head_weight: Tensor, denominator: float) -> DraftStats:
+    def backward(self, batch: Batch, taps: Taps, teacher_head: Tensor, denominator: float) -> DraftStats:
         """Add one microbatch's gradients to the draft's parameters.
 
         A collective of the batch's group, and under FSDP of all ranks the draft is sharded over.
@@ -104,7 +104,7 @@ class DraftTrainer:
         Args:
             batch: the pack, or this rank's rows of one; possibly without any row to score, or any at all.
             taps: the policy's activations for them.
-            head_weight: [V, E], the policy's full head.
+            teacher_head: [Vd, E], the rows `draft.teacher_rows` of the policy's head.
             denominator: `self.denominator` of the global counts.
         """
         draft, reach = self.draft, self.passes
@@ -112,7 +112,7 @@ class DraftTrainer:
         blocks = make_blocks(batch, plan, reach, self.row_block)
         embeds, final = (with_halo(x.detach(), plan, batch.group, reach) for x in (taps.embeds, taps.final))
         after = torch.from_numpy(plan.shift(1, reach)).to(embeds.device)
-        head = draft.teacher_head(head_weight)
+        head = teacher_head.detach()
         weights = [a / denominator for a in self.pass_weights]
 
         with _weights_kept(draft):

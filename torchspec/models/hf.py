@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,12 @@ def load_policy(
         policy = Policy(spec, activation_checkpointing=activation_checkpointing)
     policy.to(torch.promote_types(compute_dtype, torch.float32))
     shard(policy, policy.layers, mesh, compute_dtype)
-    policy.to_empty(device=mesh.device)
+    return fill(policy, folder, mesh.device)
+
+
+def fill(policy: Policy, folder: Path, device: torch.device) -> Policy:
+    """Give a policy on the meta device, sharded or not, its memory and the weights of `folder`."""
+    policy.to_empty(device=device)
     load_hf(policy, folder)
     return policy
 
@@ -79,11 +84,12 @@ def load_hf(policy: Policy, folder: Path) -> None:
         ConfigError: no weights, or a missing, unknown or mis-shaped tensor; nothing has been loaded then.
     """
     own = dict(policy.decoder.named_parameters())
-    meta = {name: torch.empty(p.shape, device="meta") for name, p in own.items()}
+    meta = {name: torch.empty(shape, device="meta") for name, shape in policy.parameter_shapes().items()}
+    held = policy.adapter.to_hf({name: meta[name] for name in own}).keys()
     shapes = {name: tensor.shape for name, tensor in policy.adapter.to_hf(meta).items()}
     # Like transformers: a tied head that was stored all the same is not read.
     ignored = ("lm_head.weight", "rotary_emb.inv_freq") if policy.spec.tied else ("rotary_emb.inv_freq",)
-    for hf_name, tensor in read_tensors(folder, shapes, ignored):
+    for hf_name, tensor in read_tensors(folder, shapes, ignored, held):
         for name, value in policy.adapter.from_hf({hf_name: tensor}).items():
             copy_full(own[name], value)
 
@@ -98,13 +104,17 @@ def copy_full(target: Tensor, value: Tensor) -> None:
 
 
 def read_tensors(
-    folder: Path, shapes: Mapping[str, torch.Size], ignored: tuple[str, ...] = ()
+    folder: Path,
+    shapes: Mapping[str, torch.Size],
+    ignored: tuple[str, ...] = (),
+    wanted: Container[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a safetensors checkpoint, one at a time, once all names and shapes were checked.
 
     Args:
         shapes: name to shape of everything that must be there.
         ignored: endings of names that may be there besides, and are skipped.
+        wanted: names of the tensors to read; None: all.
 
     Raises:
         ConfigError: no or unreadable weights; a missing, unknown or mis-shaped tensor.
@@ -126,7 +136,8 @@ def read_tensors(
                     f"config.json and weights do not belong together"
                 )
         for name, file in stored.items():
-            yield name, file.get_tensor(name)
+            if wanted is None or name in wanted:
+                yield name, file.get_tensor(name)
 
 
 def read_tensor(folder: Path, name: str) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +31,10 @@ class PolicyOutput(NamedTuple):
     taps: Taps | None
 
 
+LossOfPack = Callable[[int, PolicyOutput, Batch], Tensor]
+"""The loss of one of an update's packs, given its number."""
+
+
 class Policy(nn.Module):
     """A policy that the engine serves and the trainer trains.
 
@@ -40,13 +44,26 @@ class Policy(nn.Module):
     Args:
         spec: the shape.
         activation_checkpointing: recompute each layer in the backward pass, all but its attention.
+        held: the layers this rank has of a pipelined policy; the embedding comes with the first one, the last
+            norm and the head with the last. None: all, and only then can the policy be called.
     """
 
-    def __init__(self, spec: PolicySpec, *, activation_checkpointing: bool = False) -> None:
+    seconds_waited = 0.0
+    """For taps from other ranks, in the last update; never without a pipeline."""
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        *,
+        activation_checkpointing: bool = False,
+        held: Collection[int] | None = None,
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.activation_checkpointing = activation_checkpointing
         self.decoder = titan.build_decoder(spec)
+        if held is not None:
+            titan.keep_layers(self.decoder, held)
         self.adapter = titan.adapter(spec)
 
     @property
@@ -80,21 +97,67 @@ class Policy(nn.Module):
         A pack without any valid target, or without any row on this rank, still sends (zero) gradients through
         every parameter, so that all ranks take part in the same collectives.
         """
-        h = embeds = self.decoder.tok_embeddings(batch.tokens[None])  # [1, T, E]
-        entering: dict[int, Tensor] = {}
-        for i, layer in enumerate(self.layers):
-            if i in aux_layers:
-                entering[i] = h[0].detach()
-            h = self._run_layer(layer, h, batch)
-        entering[len(self.layers)] = h[0].detach()
-        final = self.decoder.norm(h)[0]
+        h = embeds = self.embed(batch)
+        h, entering = self.run_layers(range(self.spec.layers), h, batch, aux_layers)
+        final, logprobs, entropy = self.predict(h, batch, temperature, logprob_rows)
         taps = None
         if aux_layers:
             aux = tuple(entering[i] for i in aux_layers)
             taps = Taps(embeds=embeds[0].detach(), aux=aux, final=final.detach())
-        head = self.decoder.lm_head.weight
-        logprobs, entropy = target_logprobs(final, head, batch, temperature, logprob_rows)
         return PolicyOutput(logprobs, entropy, taps)
+
+    def embed(self, batch: Batch) -> Tensor:
+        """The hidden state that enters layer 0, [1, T, E]."""
+        return self.decoder.tok_embeddings(batch.tokens[None])
+
+    def run_layers(
+        self, ids: range, h: Tensor, batch: Batch, aux_layers: Collection[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Layers `ids` on h [1, T, E]; also those of the taps `aux_layers` that arise there, [T, E] each."""
+        entering: dict[int, Tensor] = {}
+        for i in ids:
+            if i in aux_layers:
+                entering[i] = h[0].detach()
+            h = self._run_layer(self.decoder.layers[str(i)], h, batch)
+        if ids.stop == self.spec.layers and ids.stop in aux_layers:
+            entering[ids.stop] = h[0].detach()
+        return h, entering
+
+    def predict(
+        self, h: Tensor, batch: Batch, temperature: float, logprob_rows: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The last layer's output [1, T, E] -> the normed hidden state [T, E], log-probabilities, entropy."""
+        final = self.decoder.norm(h)[0]
+        head = self.decoder.lm_head.weight
+        return final, *target_logprobs(final, head, batch, temperature, logprob_rows)
+
+    def score(self, packs: Sequence[Batch], *, temperature: float, logprob_rows: int) -> list[Tensor]:
+        """Log-probabilities of every pack's targets, without gradients."""
+        with torch.no_grad():
+            return [
+                self(batch, temperature=temperature, logprob_rows=logprob_rows).logprobs for batch in packs
+            ]
+
+    def forward_backward(
+        self,
+        packs: Sequence[Batch],
+        loss: LossOfPack,
+        *,
+        temperature: float,
+        logprob_rows: int,
+        aux_layers: tuple[int, ...] = (),
+        train_on: Callable[[Batch, Taps], None] | None = None,
+    ) -> None:
+        """Add the gradients of every pack's loss to the parameters.
+
+        Args:
+            train_on: what trains the draft on a pack's taps `aux_layers`.
+        """
+        for index, batch in enumerate(packs):
+            output = self(batch, temperature=temperature, logprob_rows=logprob_rows, aux_layers=aux_layers)
+            loss(index, output, batch).backward()
+            if train_on and output.taps:
+                train_on(batch, output.taps)
 
     def _run_layer(self, layer: nn.Module, h: Tensor, batch: Batch) -> Tensor:
         inputs = (h, Context(batch.cu_seqlens, batch.group, batch.transport), batch.positions[None])
@@ -106,9 +169,13 @@ class Policy(nn.Module):
         return layer(*inputs)
 
     @torch.no_grad()
-    def head_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The head's full weight [V, E], detached, as `dtype` (None: as stored). Collective if sharded."""
-        return _full(self.decoder.lm_head.weight, dtype)
+    def head_weight(self, dtype: torch.dtype | None = None, rows: Tensor | None = None) -> Tensor:
+        """The head's full weight [V, E], or some rows of it, detached, as `dtype` (None: as stored).
+
+        Collective if sharded.
+        """
+        weight = full_weight(self.decoder.lm_head.weight, dtype)
+        return weight if rows is None else weight[rows]
 
     @torch.no_grad()
     def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -117,8 +184,12 @@ class Policy(nn.Module):
         One layer at a time exists in full. Collective if sharded: every rank must take every pair.
         """
         for prefix, module in self._parts():
-            weights = {f"{prefix}.{name}": _full(p, dtype) for name, p in module.named_parameters()}
+            weights = {f"{prefix}.{name}": full_weight(p, dtype) for name, p in module.named_parameters()}
             yield from self.adapter.to_hf(weights).items()
+
+    def parameter_shapes(self) -> dict[str, torch.Size]:
+        """Shapes of all of the decoder's parameters by name, held by this rank or not."""
+        return {name: p.shape for name, p in self.decoder.named_parameters()}
 
     def _parts(self) -> Iterator[tuple[str, nn.Module]]:
         yield "tok_embeddings", self.decoder.tok_embeddings
@@ -166,7 +237,8 @@ def _chunk_logprobs(
     return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
-def _full(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+def full_weight(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A parameter in full, detached, as `dtype` (None: as stored). Collective if sharded."""
     weight = weight.detach()
     if dtype is not None:
         weight = weight.to(dtype)

@@ -6,7 +6,7 @@ The decoder, its layers and the state-dict adapters are torchtitan's own (0.3.0,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -83,8 +83,24 @@ def fill_rope_cache(decoder: Decoder) -> None:
     Why: leaving the meta device leaves it unfilled, `bfloat16()` rounds it, and `to(dtype)` drops the
     imaginary part of Llama's complex one; titan's own remedy (`init_states`) draws new weights as well.
     """
-    first: Any = decoder.layers["0"]
+    first: Any = next(iter(decoder.layers.values()))
     first.attention.rope._init_self_buffers()
+
+
+def keep_layers(decoder: Decoder, held: Collection[int]) -> None:
+    """Drop all layers but `held`, the embedding unless the first is held, norm and head unless the last is.
+
+    Why not titan's own splitting: it is private, copies the whole model for each stage, and makes the stages
+    and the schedule too. The names of what is kept stay those of the whole decoder, as there.
+    """
+    last = len(decoder.layers) - 1
+    for i in range(len(decoder.layers)):
+        if i not in held:
+            del decoder.layers[str(i)]
+    if 0 not in held:
+        decoder.tok_embeddings = None
+    if last not in held:
+        decoder.norm = decoder.lm_head = None
 
 
 def adapter(spec: PolicySpec) -> StateDictAdapter:

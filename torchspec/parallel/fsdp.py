@@ -21,6 +21,7 @@ def shard(
     mesh: Mesh,
     compute_dtype: torch.dtype,
     methods: Iterable[str] = (),
+    keep_gathered: bool = False,
 ) -> None:
     """Shard `module` in place over the ranks of dp_shard and cp, also where there is only one.
 
@@ -31,7 +32,8 @@ def shard(
 
     Only calling `module` itself, or one of its `methods`, gathers its weights; inputs are not cast. Outside
     of forward and backward every parameter is its shard, so optimizers, refit and export always see the
-    master weights.
+    master weights. With `keep_gathered` weights stay gathered after a forward, for a pipeline's many
+    microbatches, until somebody calls `reshard`.
     """
     # Of a root module FSDP2 by default keeps the weights gathered after a forward (reshard_after_forward
     # None); after a forward without backward they would be stale copies that readers take for the weights.
@@ -41,7 +43,9 @@ def shard(
         cast_forward_inputs=False,
     )
     for unit in (*layers, module):
-        fsdp = fully_shard(unit, mesh=mesh.fsdp_mesh, mp_policy=precision, reshard_after_forward=True)
+        fsdp = fully_shard(
+            unit, mesh=mesh.fsdp_mesh, mp_policy=precision, reshard_after_forward=not keep_gathered
+        )
         fsdp.set_gradient_divide_factor(1.0)
         # A plain SUM: gloo lacks the PREMUL_SUM that FSDP2 would use for a divide factor.
         fsdp.set_force_sum_reduction_for_comms(True)
