@@ -8,7 +8,8 @@ on them; with the draft trained on the last stage's rank; and with the draft tra
 forward and backward of all microbatches and, where a draft is trained, the sum of its gradients over the pipeline.
 Ratios are medians over rounds of the ratio to the policy alone in the same round, so that a load that comes and
 goes counts on both sides. The wait is the host's in `TapChannel.take`, on the rank that waits longest, as a share
-of the step. Needs a free core for each rank.
+of the step. Step times need a free core for each rank. CPU times do not: of all ranks together they say what the
+work is, of the busiest rank what a step of many microbatches cannot be faster than.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +57,16 @@ def main() -> None:
     mesh = Mesh(Parallel(pp=int(os.environ["WORLD_SIZE"])), device="cpu")
     report(args, mesh, Bench(args, mesh))
     mesh.close()
+
+
+class Step(NamedTuple):
+    """The slowest rank's seconds, the longest wait, the busiest rank's CPU seconds; of all ranks CPU and bytes."""
+
+    seconds: float
+    waited: float
+    busiest: float
+    cpu: float
+    sent: float
 
 
 class Bench:
@@ -104,8 +116,8 @@ class Bench:
         )
         self.packs = [packing.make_batch([rollout]) for _ in range(args.microbatches)]
 
-    def step(self, mode: str) -> tuple[float, float, int]:
-        """Seconds of one step on the slowest rank, the longest wait, the bytes sent by all ranks."""
+    def step(self, mode: str) -> Step:
+        """One step, with a new schedule, as in training."""
         policy = self.policies["spread" if mode == "spread" else "last"]
         how = {"temperature": 1.0, "logprob_rows": 1024}
         head = policy.head_weight() if mode in ("last", "spread") else None
@@ -119,21 +131,21 @@ class Bench:
                 self.trainer.backward(batch, taps, head, 1.0)
 
         self.mesh.barrier()
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         if mode == "policy alone":
             policy.forward_backward(self.packs, loss, **how)
         else:
             policy.forward_backward(self.packs, loss, aux_layers=aux, train_on=train_on, **how)
         if head is not None:
             sum_gradients(self.draft, self.mesh)
-        seconds = time.perf_counter() - started
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         policy.zero_grad()
         self.draft.zero_grad()
         channel = policy.channel(aux) if mode != "policy alone" else None
-        tops = torch.tensor([seconds, channel.seconds_waited if channel else 0.0], dtype=torch.float64)
-        sent = torch.tensor([float(channel.bytes_sent) if channel else 0.0], dtype=torch.float64)
-        seconds, waited = self.mesh.max_over_world(tops).tolist()
-        return seconds, waited, int(self.mesh.sum_over_world(sent).item())
+        waited, sent = (channel.seconds_waited, channel.bytes_sent) if channel else (0.0, 0)
+        tops = self.mesh.max_over_world(torch.tensor([seconds, waited, cpu], dtype=torch.float64))
+        sums = self.mesh.sum_over_world(torch.tensor([cpu, float(sent)], dtype=torch.float64))
+        return Step(*tops.tolist(), *sums.tolist())
 
     def stage_seconds(self, rounds: int = 3) -> float:
         """Seconds of one forward of this rank's stages on one microbatch, the best of some."""
@@ -152,26 +164,33 @@ def report(args: argparse.Namespace, mesh: Mesh, bench: Bench) -> None:
     for mode in MODES:
         bench.step(mode)
     stage = bench.stage_seconds()
-    rounds: list[dict[str, tuple[float, float, int]]] = []
+    rounds: list[dict[str, Step]] = []
     for _ in range(args.rounds):
         order = draw.sample(MODES, len(MODES))
         rounds.append({mode: bench.step(mode) for mode in order})
     if not mesh.is_main:
         return
     print(f"{args.schedule}, {mesh.pp_size} ranks, {args.microbatches} microbatches of {args.tokens} tokens,")
-    print(f"a stage's forward takes {1000 * stage:.0f} ms of CPU")
-    print(f"{'mode':>14} {'step s':>8} {'ratio':>7} {'(quartiles)':>15} {'wait':>7} {'MB sent':>8}")
+    print(f"a stage's forward takes {1000 * stage:.0f} ms of CPU; ratios to the policy alone:")
+    print(
+        f"{'mode':>14} {'step':>7} {'quartiles':>14} {'all CPU':>8} {'busiest':>8} {'wait':>7} {'MB sent':>8}"
+    )
     for mode in MODES:
-        ratios = [r[mode][0] / r["policy alone"][0] for r in rounds]
-        low, ratio, high = statistics.quantiles(ratios, n=4)
-        seconds = statistics.median(r[mode][0] for r in rounds)
-        wait = statistics.median(r[mode][1] / r[mode][0] for r in rounds)
+
+        def ratio(what: str, mode: str = mode) -> list[float]:
+            return [getattr(r[mode], what) / getattr(r["policy alone"], what) for r in rounds]
+
+        low, middle, high = statistics.quantiles(ratio("seconds"), n=4)
+        cpu, busiest = (statistics.median(ratio(what)) for what in ("cpu", "busiest"))
+        wait = statistics.median(r[mode].waited / r[mode].seconds for r in rounds)
         print(
-            f"{mode:>14} {seconds:8.3f} {ratio:7.3f} {f'({low:.3f} {high:.3f})':>15} {wait:7.2%} "
-            f"{rounds[0][mode][2] / 1e6:8.2f}"
+            f"{mode:>14} {middle:7.3f} {f'{low:.2f} to {high:.2f}':>14} {cpu:8.3f} {busiest:8.3f} {wait:7.2%} "
+            f"{rounds[0][mode].sent / 1e6:8.2f}"
         )
     for mode in MODES[1:]:
-        print(f"bytes sent over the closed form, {mode}: {rounds[0][mode][2] / closed_form(bench, mode):.6f}")
+        print(
+            f"bytes sent over the closed form, {mode}: {rounds[0][mode].sent / closed_form(bench, mode):.6f}"
+        )
 
 
 def closed_form(bench: Bench, mode: str) -> int:
