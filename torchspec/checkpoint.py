@@ -336,6 +336,8 @@ def _write_state(path: Path, state: Mapping[str, Any]) -> None:
     tensors: dict[str, Tensor] = {}
 
     def plain(value: Any) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)
         if isinstance(value, Tensor):

@@ -49,7 +49,6 @@ SMALL = {
     "rollout.num_draft_tokens": 3,
     "rollout.drafter": "hybrid",
     "suffix.max_draft": 6,
-    "budget.policy": "unlimited",  # two runs would measure different costs
     "rollout.kv_cache_gb": 0.02,
     "rl.overlong": "keep",
     "eval.every": 5,

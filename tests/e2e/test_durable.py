@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,15 @@ from torchspec.draft.eagle3 import DraftSpec
 from torchspec.draft.layouts import LAYOUTS, renamed, spec_from_json
 from torchspec.export_run import export_run
 from torchspec.metrics import read_metrics
+from torchspec.rollout.budget import CostTable
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 pytestmark = pytest.mark.e2e
+
+EVALUATED = 8
+"""Rollouts of the evaluation after step 5, with the draft and the frozen one: before the checkpoint."""
 
 
 def run(scenarios: list[dict[str, Any]], timeout: int = 400) -> str:
@@ -39,9 +44,9 @@ def statuses(output: str) -> list[int]:
 
 def measured(folder: Path) -> list[dict[str, Any]]:
     """The metrics, less what a clock or the machine had a say in."""
+    timed = re.compile(r"perf/|time$|speculation/(estimated|measured)$")
     return [
-        {name: value for name, value in row.items() if not name.startswith("perf/") and name != "time"}
-        for row in read_metrics(folder)
+        {name: value for name, value in row.items() if not timed.match(name)} for row in read_metrics(folder)
     ]
 
 
@@ -56,56 +61,84 @@ def assert_same_tensors(one: Path, other: Path) -> None:
         assert all(torch.equal(a[name], b[name]) for name in a), path
 
 
+def session(folder: Path, run_name: str, log: str, **what: Any) -> dict[str, Any]:
+    """One session of a run of `folder`."""
+    budget = {"budget.policy": "price", "budget.cost_table": folder / "cost.json"}
+    options = {"run.dir": folder, "run.name": run_name, **budget}
+    overrides = [f"--{key}={value}" for key, value in options.items()]
+    return {"log": str(folder / log), "overrides": overrides, **what}
+
+
 @pytest.fixture(scope="module")
 def story(tmp_path_factory) -> tuple[Path, str]:
-    """`a` makes ten steps; `b` is killed in its eighth, told to stop in the seventh and the ninth, and ends."""
+    """`a` makes ten steps; `b` is killed in its eighth, and started again."""
     folder = tmp_path_factory.mktemp("durable")
-
-    def session(run_name: str, log: str, **what: Any) -> dict[str, Any]:
-        overrides = [f"--run.dir={folder}", f"--run.name={run_name}"]
-        return {"log": str(folder / log), "overrides": overrides, **what}
-
+    # Two runs measure two cost tables, and draft otherwise; a run that is resumed keeps its own.
+    CostTable.linear(base=1e-3, per_token=1e-6).save(folder / "cost.json")
     output = run(
         [
-            session("a", "whole"),
-            session("b", "killed", kill_at=8),
-            session("b", "told", stop_at=7, stop_in="rollout"),
-            session("b", "told_again", stop_at=9, stop_in="update"),
-            session("b", "last"),
+            session(folder, "a", "whole"),
+            session(folder, "b", "killed", kill_at=8),
+            session(folder, "b", "resumed"),
         ]
     )
-    assert statuses(output) == [0, -9, 0, 0, 0], output[-3000:]
+    assert statuses(output) == [0, -9, 0], output[-3000:]
     return folder, output
 
 
-def test_ten_steps_are_five_and_a_kill_and_five(story) -> None:
-    """Bitwise: weights, moments, rollouts under speculation with a sampling draft, metrics."""
-    folder, output = story
-    assert [line.split("/")[-1] for line in output.splitlines() if line.startswith("resumed from")] == [
-        "step-000005",
-        "step-000006",
-        "step-000008",
-    ]
-    assert_same_tensors(*(folder / name / "checkpoints" / "step-000010" for name in "ab"))
+def resumptions(output: str) -> list[str]:
+    return [line.split("/")[-1] for line in output.splitlines() if line.startswith("resumed from")]
+
+
+def of_steps(rows: list[dict[str, Any]], *done: int) -> list[dict[str, Any]]:
+    return [row for row in rows if row["done"] in done]
+
+
+def assert_same_runs(one: Path, other: Path) -> None:
+    assert_same_tensors(*(folder / "checkpoints" / "step-000010" for folder in (one, other)))
     for model in ("policy", "draft"):
-        assert_same_tensors(folder / "a" / model, folder / "b" / model)
+        assert_same_tensors(one / model, other / model)
+    assert measured(other) == measured(one)
+
+
+def test_ten_steps_are_five_and_a_kill_and_five(story) -> None:
+    """Bitwise: weights, moments, rollouts, metrics; with a sampling draft, a suffix drafter and budgets."""
+    folder, output = story
+    assert resumptions(output) == ["step-000005"]
+    assert_same_runs(folder / "a", folder / "b")
+    whole = rollouts(folder / "whole")
+    assert rollouts(folder / "killed") == of_steps(whole, 0, 1, 2, 3, 4, 5, 6, 7)
+    assert rollouts(folder / "resumed") == of_steps(whole, 5, 6, 7, 8, 9, 10)[EVALUATED:]
+    # It was a run in which all of this could have differed.
     rows = measured(folder / "a")
     assert [row["step"] for row in rows] == list(range(11))
-    assert measured(folder / "b") == rows
-    whole = rollouts(folder / "whole")
-
-    def after(*done: int) -> list[dict[str, Any]]:
-        return [row for row in whole if row["done"] in done]
-
-    assert rollouts(folder / "killed") == after(0, 1, 2, 3, 4, 5, 6, 7)
-    assert rollouts(folder / "told") == [row for row in after(5) if row["draft_version"] == 4][-12:]
-    assert rollouts(folder / "told_again") == after(6, 7, 8)
-    assert rollouts(folder / "last") == after(8, 9, 10)
-    # It was a run in which all of this could have differed.
     assert len({row["reward/mean"] for row in rows[1:]}) == 10
     assert len({row["policy/grad_norm"] for row in rows[1:]}) == 10
     assert all(row["rollout/tau"] > 1.2 for row in rows[1:])
     assert {row["draft_version"] for row in whole} == {0, 2, 4, 6, 8, 10}
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_session_and_nothing_is_lost(story) -> None:
+    """SIGTERM while the engine generates, Ctrl-C between the packs of an update: status 0, and bitwise the run
+    that was left alone."""
+    folder, _ = story
+    output = run(
+        [
+            session(folder, "c", "told", stop_at=7, stop_in="rollout"),
+            session(folder, "c", "told again", stop_at=9, stop_in="update"),
+            session(folder, "c", "last"),
+        ]
+    )
+    assert statuses(output) == [0, 0, 0], output[-3000:]
+    assert resumptions(output) == ["step-000006", "step-000008"]
+    assert [line for line in output.splitlines() if line.startswith("stopped")] == [
+        "stopped; the same command goes on after step 6",
+        "stopped; the same command goes on after step 8",
+    ]
+    assert_same_runs(folder / "a", folder / "c")
+    assert rollouts(folder / "told again") == of_steps(rollouts(folder / "whole"), 6, 7, 8)
+    assert rollouts(folder / "last") == of_steps(rollouts(folder / "whole"), 8, 9, 10)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -127,12 +160,4 @@ def test_a_finished_run_says_so(story) -> None:
     folder, _ = story
     facts = json.loads((folder / "b" / "run.json").read_text())
     assert facts["finished"]
-    assert [session["step"] for session in facts["resumed"]] == [5, 6, 8]
-
-
-def test_a_signal_ends_a_session_with_status_0_and_a_word(story) -> None:
-    _, output = story
-    assert [line for line in output.splitlines() if line.startswith("stopped")] == [
-        "stopped; the same command goes on after step 6",
-        "stopped; the same command goes on after step 8",
-    ]
+    assert [session["step"] for session in facts["resumed"]] == [5]
