@@ -166,12 +166,14 @@ def test_many_samples_follow_the_exact_law(engine, oracle, drafter):
 @pytest.mark.parametrize("drafter", ["suffix", "hybrid"])
 def test_logprobs_are_the_rescored_ones(engine, oracle, drafter):
     speculator = speculator_of(drafter, "unlimited")
+    if drafter == "hybrid":
+        speculator = Mixing(config_of(drafter, "unlimited"), LengthStats(default=48))
     engine.speculate(speculator)
     batch = requests(6, seed=3, samples=4)
     for epoch in range(2):
         rollouts = engine.generate(batch, Sampling(temperature=0.7, max_new_tokens=40))
         speculator.learn(epoch, rollouts)
-    assert all(sum(stats.accepted) > 20 for stats in speculator.take_tally().drafters.values())
+    assert all(sum(stats.accepted) > 10 for stats in speculator.take_tally().drafters.values())
     for rollout in rollouts:
         expected = oracle_logprobs(oracle, rollout, 0.7)
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, rtol=0, atol=1e-4)
