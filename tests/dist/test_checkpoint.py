@@ -1,7 +1,8 @@
-"""A checkpoint of one layout goes on in another."""
+"""A checkpoint of one layout goes on in another: more or fewer ranks, a pipeline."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.learning import build, fixed_rollouts, full, make_base, small_config
+from tests.dist.learning import TINY, build, fixed_rollouts, full, make_base, small_config
 from tests.dist.worlds import run_world
 from torchspec.checkpoint import Checkpoints, newest, restore, tensors_of
 from torchspec.config import Checkpoint, Parallel
@@ -36,7 +37,7 @@ class Owner:
 def go_on(mesh: Mesh, base: Path, folder: Path, steps: int) -> dict[str, Any]:
     """Resume from `folder` if there is something, make steps, save; metrics by step and all tensors at the end."""
     config = small_config(train__pack_tokens=60)
-    config.optim.lr, config.draft.optim.lr = 1e-3, 2e-2
+    config.optim.lr, config.draft.optim.lr = 1e-3, 5e-2
     learner, _ = build(mesh, base, config)
     for optimizer in learner.optimizers.values():
         del optimizer.step  # a test double that does not step
@@ -46,7 +47,7 @@ def go_on(mesh: Mesh, base: Path, folder: Path, steps: int) -> dict[str, Any]:
         restore(saved, mesh, learner.optimizers, {"owner": owner})
         done = saved.step
     checkpoints = Checkpoints(folder, mesh, Checkpoint())
-    mine = [r for r in fixed_rollouts() if int(r.problem_id[1:]) % mesh.dp_size == mesh.dp_rank]
+    mine = [r for r in fixed_rollouts() if int(r.problem_id[1:]) % mesh.world_size == mesh.rank]
     metrics = {}
     for step in range(done + 1, done + steps + 1):
         meter = Meter()
@@ -59,9 +60,9 @@ def go_on(mesh: Mesh, base: Path, folder: Path, steps: int) -> dict[str, Any]:
 
 
 def two_ranks(mesh: Mesh, base: Path, root: Path) -> list[dict[str, Any]]:
-    """Four steps without a break; two steps; and, once one rank has made the third, the fourth."""
-    whole, first = go_on(mesh, base, root / "whole", 4), go_on(mesh, base, root / "parts", 2)
-    wait_for(root / "parts" / "step-000003")
+    """Five steps without a break; two; and, once others have made the third and the fourth, the fifth."""
+    whole, first = go_on(mesh, base, root / "whole", 5), go_on(mesh, base, root / "parts", 2)
+    wait_for(root / "parts" / "step-000004")
     return [whole, first, go_on(mesh, base, root / "parts", 1)]
 
 
@@ -72,10 +73,11 @@ def wait_for(path: Path) -> None:
         time.sleep(0.1)
 
 
-def test_two_ranks_then_one_then_two_are_two_all_along(tmp_path) -> None:
-    base = make_base(tmp_path / "base")
-    world, root = tmp_path / "world", tmp_path / "checkpoints"
+def test_two_ranks_one_a_pipeline_and_two_again_are_two_all_along(tmp_path) -> None:
+    base = make_base(tmp_path / "base", dataclasses.replace(TINY, tied=False, layers=4))
+    world, stages, root = tmp_path / "world", tmp_path / "stages", tmp_path / "checkpoints"
     world.mkdir()
+    stages.mkdir()
     with ThreadPoolExecutor() as pool:
         pair = pool.submit(run_world, 2, two_ranks, world, base, root)
         while not (root / "parts" / "step-000002").exists() and not pair.done():
@@ -83,18 +85,19 @@ def test_two_ranks_then_one_then_two_are_two_all_along(tmp_path) -> None:
         alone = Mesh(Parallel(), device="cpu")
         second = go_on(alone, base, root / "parts", 1)
         alone.close()
+        piped, _ = run_world(2, go_on, stages, base, root / "parts", 1, parallel=Parallel(pp=2))
         (whole, first, third), (_, other_first, other_third) = pair.result()
-    found = first["metrics"] | second["metrics"] | third["metrics"]
-    assert found.keys() == whole["metrics"].keys() == {1, 2, 3, 4}
+    found = first["metrics"] | second["metrics"] | piped["metrics"] | third["metrics"]
+    assert found.keys() == whole["metrics"].keys() == {1, 2, 3, 4, 5}
     for step, metrics in whole["metrics"].items():
         assert found[step].keys() == metrics.keys()
         for name, value in metrics.items():
             assert found[step][name] == pytest.approx(value, rel=1e-5, abs=1e-6), (step, name)
     losses = [metrics["draft/loss"] for metrics in whole["metrics"].values()]
-    assert all(abs(a - b) > 1e-4 for a, b in zip(losses, losses[1:]))
+    assert all(abs(a - b) > 1e-4 for a, b in zip(losses, losses[1:])), losses
     assert third["tensors"].keys() == whole["tensors"].keys()
     for name, want in whole["tensors"].items():
         torch.testing.assert_close(third["tensors"][name], want, rtol=1e-4, atol=1e-5, msg=name)
     # A rank takes the state of its own number, or of that modulo the earlier number of ranks.
-    owners = [r["owner"] for r in (first, other_first, second, third, other_third)]
-    assert owners == [0, 1, 0, 0, 0]
+    owners = [r["owner"] for r in (first, other_first, second, piped, third, other_third)]
+    assert owners == [0, 1, 0, 0, 0, 1]
