@@ -197,10 +197,8 @@ class Trainer:
 
         self.policy_version = step
         self.draft_version = step if train_draft else self.draft_version
-        with self._phase(meter, "refit"):
-            self._refit(
-                self.policy, self.draft
-            )  # also a draft that stands still: engines lose it in their sleep
+        with self._phase(meter, "refit"):  # also of a draft that stands still: engines lose it in their sleep
+            self._refit(self.policy, self.draft)
         self.done = step
         meter.maximum("perf/memory_gb", peak_memory_gb(self.mesh.device))
         values = meter.reduce(self.mesh)
