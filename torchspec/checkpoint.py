@@ -145,14 +145,15 @@ class Checkpoints:
         _remove(final)  # a damaged one: a run goes on from its newest good checkpoint
         partial.rename(final)
         _sync(self.folder)
-        self._prune()
+        self._prune(final)
 
-    def _prune(self) -> None:
-        steps = sorted(self.folder.glob("step-*"))
+    def _prune(self, latest: Path) -> None:
+        # Later ones are damaged, or the run would have gone on from them: none takes the place of a good one.
+        steps = sorted(path for path in self.folder.glob("step-*") if path <= latest)
         kept = set(steps[-self.config.keep_last :])
         if self.config.keep_best:
             # Checkpoints of an earlier session are read too, so what is best is best of the whole run.
-            scores = {path: _manifest(path).get("scores", {}).get(self.config.best) for path in steps}
+            scores = {path: _scores(path).get(self.config.best) for path in steps}
             ranked = sorted((s, path) for path, s in scores.items() if s is not None)
             kept |= {path for _, path in ranked[-self.config.keep_best :]}
         for path in steps:
@@ -307,6 +308,13 @@ def _rank_file(folder: Path, rank: int) -> Path:
 
 def _manifest(path: Path) -> dict[str, Any]:
     return json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+
+
+def _scores(path: Path) -> dict[str, Any]:
+    try:
+        return _manifest(path).get("scores", {})
+    except (OSError, ValueError):  # a damaged one, which `newest` warns of
+        return {}
 
 
 def _sums(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchspec.assemble import base_folder, build_draft, build_policy, compute_dtype, draft_spec
 from torchspec.checkpoint import load_weights, newest
-from torchspec.config import Config, ConfigError
+from torchspec.config import Config, ConfigError, Parallel
 from torchspec.config_load import load
 from torchspec.draft.layouts import LAYOUTS, Layout, Verifier
 from torchspec.export import export_draft, export_policy
@@ -19,7 +19,7 @@ from torchspec.models.spec import PolicySpec, read_json
 def export_run(config: Config, out: Path, layout: str) -> str:
     """Write `out`/policy and `out`/draft from the newest checkpoint of the run; returns what to say.
 
-    Only run.dir and run.name of `config` count: the rest is the run's own.
+    Only run.dir and run.name of `config` count: the rest is the run's own. One process does it.
 
     Raises:
         ConfigError: no such run or checkpoint, an unknown layout, or `out` exists.
@@ -33,7 +33,7 @@ def export_run(config: Config, out: Path, layout: str) -> str:
     if saved is None:
         raise ConfigError(f"--export: {folder} has no checkpoint; set checkpoint.every above 0")
     config = load(folder / "config.toml")
-    mesh = Mesh(config.parallel)
+    mesh = Mesh(Parallel())  # one process, whatever the run's layout was
     base = base_folder(config, mesh)
     spec = PolicySpec.from_hf(base, config.model.max_len)
     policy, draft = build_policy(config, mesh, base, spec), None

@@ -32,7 +32,7 @@ class Guards:
                 "the engine does not sample from the policy that is trained",
             ),
             (
-                "rollout/tau",
+                "speculation/eagle3_tau",  # not rollout/tau: the suffix drafter's tokens are in that
                 min,
                 config.draft.min_tau,
                 "draft.min_tau",

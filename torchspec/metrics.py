@@ -160,8 +160,9 @@ def farewell(folder: Path, plots: list[Path], num_draft_tokens: int) -> str:
 
 
 def add_tau(meter: Meter, name: str, stats: SpecStats) -> None:
-    """Mean acceptance length over all verify steps, the bonus token counted."""
-    meter.mean(name, stats.steps + sum(stats.accepted), stats.steps)
+    """Mean acceptance length over all verify steps, the bonus token counted; left out where nothing was drafted."""
+    if stats.steps:
+        meter.mean(name, stats.steps + sum(stats.accepted), stats.steps)
 
 
 def rollout_metrics(rollouts: list[Rollout], meter: Meter, num_draft_tokens: int) -> None:
@@ -193,7 +194,7 @@ def speculation_metrics(tally: Tally, window_bytes: int, meter: Meter) -> None:
     """What the drafters did in one step's rollouts, and what it brought.
 
     `speculation/estimated`, `speculation/measured`: speed-up over plain decoding at the cost table's times, as
-    predicted while generating and as it came; only with a measured budget.
+    predicted while generating and as it came; 0 without a measured budget.
     """
     for name, stats in tally.drafters.items():
         meter.total(f"speculation/{name}_drafted", sum(stats.drafted))

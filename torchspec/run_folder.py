@@ -63,6 +63,8 @@ def find_run(config: Config) -> RunFolder:
         reason = f"its config differs in {'; '.join(changed)}"
     elif _facts(path).get("finished") and not _asks_for_more(path, config):
         reason = "its run is finished"
+    elif (kept := _lost_by_starting_anew(path, config)) and not any((path / "checkpoints").glob("step-*")):
+        reason = f"it has no checkpoint to go on from, but {kept}"
     else:
         return RunFolder(path, resumes=True)
     if not config.run.overwrite:
@@ -88,6 +90,15 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         nested = isinstance(value, dict) and prefix + key != "data.task_args"
         flat |= _flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return flat
+
+
+def _lost_by_starting_anew(path: Path, config: Config) -> str:
+    """What a run without a checkpoint has made that is not to be replaced unasked; "" if nothing."""
+    if _facts(path).get("finished"):
+        return "what its finished run has exported"
+    if (path / "failed").exists():
+        return "the rollouts of a failed step"
+    return "" if config.checkpoint.every else "the steps of a run that saves none (checkpoint.every = 0)"
 
 
 def _asks_for_more(path: Path, config: Config) -> bool:

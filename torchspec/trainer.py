@@ -7,7 +7,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +137,8 @@ class Trainer:
             if writer:
                 writer.write(0, values)
         started, first = time.perf_counter(), self.done + 1
-        try:
-            with self.interrupt:
+        with self.interrupt:  # to the end of `_stop`: a second signal must not break the last checkpoint
+            try:
                 for step in range(first, config.run.steps + 1):
                     values = self.step(step)
                     if config.eval.every and (step % config.eval.every == 0 or step == config.run.steps):
@@ -151,10 +151,9 @@ class Trainer:
                     spent = (time.perf_counter() - started) / (step - first + 1)
                     left = spent * (config.run.steps - step)
                     self.say(console_line(step, config.run.steps, values, left))
-        except Stopped:
-            self._stop()
-        else:
-            self._finish()
+                self._finish()
+            except Stopped:
+                self._stop()
         if writer:
             writer.close()
 
@@ -343,8 +342,11 @@ class Trainer:
     def _requests(self, problems: list[Problem], samples: int) -> list[Request]:
         return [Request(problem_id=p.id, prompt_tokens=self.prompts[p.id], samples=samples) for p in problems]
 
-    def _roll_out(self, problems: list[Problem], samples: int) -> list[Rollout]:
-        return self.engine.generate(self._requests(problems, samples), sampling_of(self.config))
+    def _try(self, problems: list[Problem], samples: int) -> list[Rollout]:
+        """Answers that teach the drafters nothing."""
+        speculator = self.engine.speculator
+        with speculator.unlearning() if speculator else nullcontext():
+            return self.engine.generate(self._requests(problems, samples), sampling_of(self.config))
 
     def _refit(
         self, policy: Policy | None, draft: HasWeights | None, draft_version: int | None = None
@@ -364,19 +366,17 @@ class Trainer:
         reseed(self.config.run.seed, self.done, self.mesh.rank, "eval")
         samples = self.config.eval.samples_per_problem
         with self._phase(meter, "eval"):
-            rollouts = self._roll_out(problems, samples)
+            rollouts = self._try(problems, samples)
             score(self.scorer, self.tokenizer, problems, rollouts)
             meter.mean("eval/reward", sum(r.reward or 0.0 for r in rollouts), len(rollouts))
             if self.engine.speculator:
                 add_tau(meter, "eval/tau", self._tau(rollouts))
             if self.frozen_draft:
                 self._refit(None, self.frozen_draft, draft_version=0)
-                add_tau(meter, "eval/tau_frozen", self._tau(self._roll_out(problems, samples)))
+                add_tau(meter, "eval/tau_frozen", self._tau(self._try(problems, samples)))
             # Also without a frozen draft: what evaluation left in the prefix cache must not meet the next step,
             # or a run that is resumed there would differ.
             self._refit(None, self.draft if self.frozen_draft else None)
-        if self.engine.speculator:
-            self.engine.speculator.take_tally()  # the next step's begins afresh
         return meter.reduce(self.mesh)
 
     @contextmanager

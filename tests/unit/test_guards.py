@@ -11,7 +11,7 @@ from torchspec.cli import main
 from torchspec.config import Config
 from torchspec.guards import Guards, GuardStop
 
-KL, TAU = "policy/kl_train_rollout", "rollout/tau"
+KL, TAU = "policy/kl_train_rollout", "speculation/eagle3_tau"
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_tau_without_drafts_is_not_reported_as_acceptance() -> None:
     assert "rollout/tau" not in meter.reduce(TwoEqualRanks())
     meter = Meter()
     add_tau(meter, "tau", SpecStats(steps=0, drafted=[], accepted=[]))
-    assert meter.reduce(TwoEqualRanks()) == {"tau": 0.0}
+    assert meter.reduce(TwoEqualRanks()) == {}
     assert SpecStats(steps=0, drafted=[], accepted=[]).tau == 1.0
 
 

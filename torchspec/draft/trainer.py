@@ -161,5 +161,6 @@ def _weights_kept(draft: Eagle3) -> Generator[None]:
 
     keep(True)
     yield
+    zero = draft.zero()  # while the weights are still here
     keep(False)
-    draft.zero().backward()
+    zero.backward()

@@ -33,7 +33,7 @@ from torchspec.parallel.fsdp import shard
 from torchspec.parallel.order import certain, read_order, ring_depth, run_order, stage_ranks
 from torchspec.parallel.split import split_layers, tap_names
 from torchspec.parallel.stage import ScheduledStage, Stage, StageOutput
-from torchspec.parallel.tap_channel import Load, TapChannel, poison_groups
+from torchspec.parallel.tap_channel import Load, TapChannel, connect, poison_groups
 from torchspec.records import Batch, Taps
 
 
@@ -111,9 +111,14 @@ class PipelinedPolicy(Policy):
         group, scores, local, sends = self.mesh.pp_group, [], {}, []
         with self._stopping_all(), torch.no_grad():
             for index, stage in self.stages.items():
-                for m, batch in enumerate(packs):
+                # All receives before the first send: NCCL does a pair's messages in the order they are posted.
+                arriving = self._post_arrivals(index, packs)
+                for m in range(len(packs)):
                     stage.microbatch = m
-                    out = stage(self._arriving(index, len(batch.tokens), local.pop(m, None)))
+                    h, works = arriving[m] if arriving else (local.pop(m, None), [])
+                    for work in works:
+                        work.wait()
+                    out = stage(h)
                     if stage.is_last:
                         scores.append(out[0])
                     elif self.where[index + 1] == self.mesh.pp_rank:
@@ -127,13 +132,18 @@ class PipelinedPolicy(Policy):
         self._update = None
         return scores
 
-    def _arriving(self, index: int, rows: int, local: Tensor | None) -> Tensor | None:
-        if index == 0 or local is not None:
-            return local
-        h = torch.empty(1, rows, self.spec.dim, dtype=self.compute_dtype, device=self.mesh.device)
-        if rows:
-            dist.recv(h, group=self.mesh.pp_group, group_src=self.where[index - 1])
-        return h
+    def _post_arrivals(self, index: int, packs: Sequence[Batch]) -> list[tuple[Tensor, list[dist.Work]]]:
+        """Hidden states that come to a stage from another rank, under way; [] where none do."""
+        if index == 0 or self.where[index - 1] == self.mesh.pp_rank:
+            return []
+        arriving = []
+        for batch in packs:
+            shape = 1, len(batch.tokens), self.spec.dim
+            h = torch.empty(shape, dtype=self.compute_dtype, device=self.mesh.device)
+            source = self.where[index - 1]
+            work = dist.irecv(h, group=self.mesh.pp_group, group_src=source) if h.numel() else None
+            arriving.append((h, [work] if work else []))
+        return arriving
 
     def forward_backward(
         self,
@@ -147,8 +157,9 @@ class PipelinedPolicy(Policy):
     ) -> None:
         """As `Policy.forward_backward`, by the schedule.
 
-        `loss` is called on the rank of the last stage, `train_on` on the rank that `placement` says: as soon
-        as more than P microbatches wait for it, and for what is left after the rank's last backward.
+        `loss` is called on the rank of the last stage, `train_on` on the rank that `placement` says: before
+        a forward of this rank while more than P microbatches wait, and on what is left after its last
+        backward (all of them under GPipe).
 
         Raises:
             RuntimeError: there are gradients already; a schedule's first step would drop them.
@@ -275,6 +286,10 @@ class PipelinedPolicy(Policy):
                 device=self.mesh.device,
                 timeout_s=self.timeout_s,
             )
+            ranks = range(self.mesh.pp_size)
+            for stage, group in zip(names, groups, strict=True):
+                source = self.where[stage]
+                connect(group, [(source, sink) for sink in ranks], self.mesh.pp_rank, self.mesh.device)
         return self._channels[aux_layers]
 
     def _open_channel(self, update: _Update, schedule: Any) -> None:
@@ -386,6 +401,8 @@ def load_pipelined(
             timeout_s=timeout_s,
             activation_checkpointing=activation_checkpointing,
         )
+    ranks = range(mesh.pp_size)
+    connect(mesh.pp_group, [(a, b) for a in ranks for b in ranks], mesh.pp_rank, mesh.device)
     policy.to(torch.promote_types(compute_dtype, torch.float32))
     policy.shard(compute_dtype)
     fill(policy, folder, mesh.device)

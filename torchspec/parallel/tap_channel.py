@@ -66,6 +66,22 @@ class _Inbox:
     consumed: int = 0
 
 
+def connect(
+    group: dist.ProcessGroup, ways: Sequence[tuple[int, int]], rank: int, device: torch.device
+) -> None:
+    """Send one element along each way (from, to) of a group, in one order on all its ranks.
+
+    Why: NCCL makes a pair's communicator at its first message and waits for both ranks; two ranks whose first
+    messages are to receive from each other would wait for ever.
+    """
+    token = torch.zeros(1, device=device)
+    for source, sink in ways:
+        if rank == source != sink:
+            dist.send(token, group=group, group_dst=sink)
+        elif rank == sink != source:
+            dist.recv(token, group=group, group_src=source)
+
+
 class TapChannel:
     """The channel of one pipeline; every rank of it holds one.
 

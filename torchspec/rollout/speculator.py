@@ -10,8 +10,10 @@ So the plan is made before the model drafts; what follows its chain may depend o
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import copy
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +23,13 @@ from torchspec.config import Config, longest_draft
 from torchspec.records import Rollout
 from torchspec.rollout.balance import LengthStats
 from torchspec.rollout.budget import CLASSES, MEASURED, MEDIUM, Budget, CostTable, Step
+from torchspec.rollout.plan import Plan
 from torchspec.rollout.tally import Counts, Tally
 
 if TYPE_CHECKING:  # importing the suffix drafter imports numba
     from torchspec.rollout.suffix import Drafts
+
+log = logging.getLogger(__name__)
 
 MODEL, SUFFIX = "eagle3", "suffix"
 PROBES = tuple(2**i for i in range(24))
@@ -52,26 +57,6 @@ class _Request:
     predicted: float = 0.0
     accepted: float = 0.0
     """Acceptances of the draft model's tokens: what all requests' record predicted, and what came."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What will be proposed for `ids`, ordered as they are; B requests.
-
-    `passes` is how many tokens the draft model must propose for the batch; None: it need not run at all.
-    """
-
-    ids: list[str]
-    passes: int | None
-    chains: np.ndarray
-    """int [B]: tokens to take from the draft model."""
-    drafts: Drafts | None
-    """The suffix drafter's, used where `chains` is 0."""
-    rest: np.ndarray
-    """int [B]: tokens that may follow a chain; `floors` float [B]: their least path probability."""
-    floors: np.ndarray
-    used: bool
-    """False: nothing is worth its time in this step."""
 
 
 class Speculator:
@@ -143,12 +128,20 @@ class Speculator:
         self._tried *= scale
         self._accepted *= scale
         self._step = 0
+        if not self._rest and self._worth < 0:
+            log.warning(
+                "iteration %d: the draft model cost more time than it saved (budget.policy = %s); it rests for %d "
+                "iterations",
+                iteration,
+                self.budget.policy,
+                REST,
+            )
         self._rest = self._rest - 1 if self._rest else REST * (self._worth < 0)
         self._worth = 0.0
 
     @property
     def _with_model(self) -> bool:
-        return self.model_tokens > 0 and not self._rest
+        return self.model_tokens > 0 and not self._rest and self.budget.policy != "off"
 
     @property
     def window_bytes(self) -> int:
@@ -202,7 +195,8 @@ class Speculator:
         drafted = sum(verified)
         self.budget.observe(drafted, sum(accepted))
         self._tally.steps += 1
-        if self._last and self._last[0] == set(request_ids) and self.measured:  # nobody joined
+        same = request_ids and self._last and self._last[0] == set(request_ids)  # nobody joined
+        if same and self._last and self.measured:
             _, plain, expected, predicted = self._last
             emitted = sum(hits + 1 for hits in accepted)
             self._tally.plain_seconds += plain * emitted / len(request_ids)
@@ -293,26 +287,38 @@ class Speculator:
 
     def state_dict(self) -> dict[str, Any]:
         """What was measured and learned, as plain values and arrays; the lengths are their owner's."""
-        state: dict[str, Any] = {
+        return self._learned() | ({"suffix": self.suffix.state_dict()} if self.suffix else {})
+
+    def _learned(self) -> dict[str, Any]:
+        return {
             "budget": self.budget.state_dict(),
             "tried": self._tried.copy(),
             "accepted": self._accepted.copy(),
             "steps": [self._step, self._rest],
             "worth": self._worth,
-            "cost": dataclasses.asdict(self.budget.cost),
         }
-        return state | ({"suffix": self.suffix.state_dict()} if self.suffix else {})
+
+    @contextmanager
+    def unlearning(self) -> Generator[None]:
+        """What is drafted within teaches nothing: evaluations, a frozen draft. No request may run at either end."""
+        state = copy.deepcopy(self._learned())
+        calibration = self.suffix.calibration() if self.suffix else None
+        yield
+        self._learn_back(state)
+        if self.suffix and calibration:
+            self.suffix.load_calibration(calibration)
+        self.take_tally()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._learn_back(state)
+        if self.suffix:
+            self.suffix.load_state_dict(state["suffix"])
+
+    def _learn_back(self, state: dict[str, Any]) -> None:
         self.budget.load_state_dict(state["budget"])
         self._tried[:], self._accepted[:] = state["tried"], state["accepted"]
         self._step, self._rest = map(int, state["steps"])
         self._worth = float(state["worth"])
-        self.budget.cost = CostTable(
-            **state["cost"]
-        )  # measured anew, it would be another, and decide otherwise
-        if self.suffix:
-            self.suffix.load_state_dict(state["suffix"])
 
     def _start_tally(self) -> None:
         self._by_drafter = {MODEL: Counts(self.model_tokens)} if self.model_tokens else {}

@@ -20,6 +20,7 @@ from torchspec.rollout import suffix_batch as batch
 
 PROMPT_TAIL = 8
 """Prompt tokens that precede each indexed response, so that its first tokens can be drafted."""
+CALIBRATION = ("predicted", "accepted", "factors")
 RECENT = 64
 """Tokens of a running request that are replayed when its problem gains a generation."""
 
@@ -310,10 +311,15 @@ class SuffixDrafter:
                 for p, generations in sorted(self._history.items())
                 for i, a in generations
             ],
-            "predicted": self._predicted.copy(),
-            "accepted": self._accepted.copy(),
-            "factors": self._factors.copy(),
+            **self.calibration(),
         }
+
+    def calibration(self) -> dict[str, np.ndarray]:
+        return {name: getattr(self, f"_{name}").copy() for name in CALIBRATION}
+
+    def load_calibration(self, state: dict[str, Any]) -> None:
+        for name in CALIBRATION:
+            getattr(self, f"_{name}")[:] = state[name]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace history and calibration. Raises ValueError while requests are running."""
@@ -328,8 +334,7 @@ class SuffixDrafter:
             self._history.setdefault(one["problem"], []).append(
                 (int(one["iteration"]), self._register(nodes, slots))
             )
-        for name in ("predicted", "accepted", "factors"):
-            getattr(self, f"_{name}")[:] = state[name]
+        self.load_calibration(state)
         self._evict()
 
     def _append(self, rows: np.ndarray, scope: int, tokens: np.ndarray, starts: np.ndarray) -> None:

@@ -11,7 +11,7 @@ from torchspec.records import SpecStats
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """What speculation did since it was last asked; seconds are wall time.
+    """What speculation did since it was last asked; seconds are wall time, on CPU the thread's own.
 
     Example: two steps of the suffix drafter with 3 and 1 tokens, of which 2 and 0 were accepted:
         Tally(drafters={"suffix": SpecStats(steps=2, drafted=[2, 1, 1], accepted=[1, 1, 0])}, steps=2, ...)
@@ -32,14 +32,6 @@ class Tally:
     predicted_seconds: float = 0.0
     """Of the steps with their drafts: by the cost table, and as measured."""
     seconds: float = 0.0
-
-    @property
-    def estimated_speed_up(self) -> float:
-        return self.expected_seconds / self.predicted_seconds if self.predicted_seconds else 1.0
-
-    @property
-    def measured_speed_up(self) -> float:
-        return self.plain_seconds / self.seconds if self.seconds else 1.0
 
 
 @dataclass(slots=True)

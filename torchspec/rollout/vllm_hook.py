@@ -85,9 +85,9 @@ class Hook:
         runner._get_spec_decode_draft_probs = self._draft_probs
 
     def _propose(self, scheduler_output: Any, sampled: Any, *rest: Any) -> list[list[int]]:
-        runner, entered = self._runner, self._clock()
-        ids = runner.input_batch.req_ids
-        rows = self._rows(sampled)
+        ids = self._runner.input_batch.req_ids
+        rows = self._rows(sampled)  # on CUDA this waits for the step: its time is not the drafters'
+        entered = self._clock()
         if self.forced:
             return self._force(self.forced, entered, scheduler_output, sampled, rest, rows)
         if self.speculator is None:
