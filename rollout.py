@@ -3,8 +3,8 @@
 Write scored rollouts of any checkpoint as JSONL:
     python rollout.py generate configs/demo_cpu.toml --policy runs/demo/policy --draft runs/demo/draft --out r.jsonl
 
-The TOML gives problems, rewards and sampling; --policy defaults to its model.source, and without --draft there
-is no speculation. --split train|eval (default eval) and --limit N choose the problems. Every other option is a
+The TOML gives problems, rewards and sampling; --policy defaults to its model.source, and without --draft the draft
+model is not used. --split train|eval (default eval) and --limit N choose the problems. Every other option is a
 config override, --section.key value.
 
 Measure the drafters against each other and against none, several epochs over the same training problems:

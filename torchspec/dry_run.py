@@ -1,7 +1,8 @@
 """`train.py CONFIG --dry-run`: the resolved config, the mesh, and what each rank will hold, without weights.
 
 Everything is shapes: models live on the meta device, one policy layer and the draft's passes are run there to
-see what autograd keeps, and the rest is counted. Packs are taken to be full and all rows scored: an upper bound.
+see what autograd keeps, and the rest is counted. Packs are taken to be full and all rows scored. What is left
+out: docs/durability.md.
 """
 
 from __future__ import annotations

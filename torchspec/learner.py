@@ -31,7 +31,10 @@ from torchspec.records import Batch, Rollout, Taps
 
 
 class NonFinite(FloatingPointError):
-    """A loss or a gradient is not finite, on this rank or another; the optimizer step was not made."""
+    """A model's loss or gradient is not finite, on this rank or another; its optimizer made no step.
+
+    Earlier updates of the step, and the policy's before the draft's, have been made: go on from a checkpoint.
+    """
 
 
 class DraftLearner(NamedTuple):

@@ -207,6 +207,15 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, mesh, caplog, fil
     assert found(tmp_path).step == 2
 
 
+@pytest.mark.parametrize("settings", [{}, {"keep_best": 1}], ids=["keep_last", "keep_best"])
+def test_damaged_checkpoints_never_take_the_place_of_a_good_one(tmp_path, mesh, settings) -> None:
+    save(tmp_path, mesh, [1, 4, 5], keep_last=3)
+    truncate(tmp_path / "step-000004" / "manifest.json")
+    truncate(tmp_path / "step-000005" / "manifest.json")
+    save(tmp_path, mesh, [2], keep_last=1, **settings)  # a run that went on from step 1
+    assert found(tmp_path).step == 2
+
+
 def test_a_half_written_one_is_never_chosen(tmp_path, mesh, caplog) -> None:
     assert newest(tmp_path / "nothing") is None
     save(tmp_path, mesh, [1, 2])

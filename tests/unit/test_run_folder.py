@@ -67,6 +67,7 @@ def test_another_config_is_refused_with_the_keys_that_differ(config) -> None:
 
 def test_more_steps_are_possible_unless_a_schedule_depends_on_their_number(config) -> None:
     folder = make(config, finished=True)
+    (folder / "checkpoints" / "step-000100").mkdir(parents=True)
     with pytest.raises(ConfigError, match="its run is finished"):
         find_run(config)
     config.run.steps += 1
@@ -96,3 +97,23 @@ def test_a_folder_that_is_no_run_is_left_alone(config, tmp_path) -> None:
     assert not resumes
     create_run_folder(config, folder)
     assert not (folder / "precious").exists()
+
+
+def test_what_a_run_without_a_checkpoint_has_made_is_not_replaced_unasked(config) -> None:
+    folder = make(config)
+    assert find_run(config) == (folder, True)  # killed before its first checkpoint: nothing to lose
+    (folder / "failed").mkdir()
+    with pytest.raises(ConfigError, match="no checkpoint to go on from, but the rollouts of a failed step"):
+        find_run(config)
+    (folder / "failed").rmdir()
+    config.checkpoint.every = 0
+    with pytest.raises(ConfigError, match="the steps of a run that saves none"):
+        find_run(config)
+    note(folder, finished="now")
+    config.run.steps += 1
+    with pytest.raises(ConfigError, match="what its finished run has exported"):
+        find_run(config)
+    (folder / "checkpoints" / "step-000100").mkdir(parents=True)
+    assert find_run(config) == (folder, True)
+    config.run.overwrite = True
+    assert find_run(config) == (folder, True)

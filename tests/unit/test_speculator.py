@@ -295,3 +295,42 @@ def test_an_unknown_problem_and_an_empty_history_are_no_trouble() -> None:
     speculator.learn(0, [])
     assert step(speculator, ["0"], [[8]]) == [[]]
     assert speculator.plan([]).ids == []
+
+
+def test_a_step_in_which_all_read_their_prompts_counts_nothing() -> None:
+    speculator = make("eagle3")
+    assert speculator.plan([]).ids == []
+    speculator.advance([], [], [], [], 1.0)  # was a division by zero: long prompts take several steps
+    assert speculator.take_tally().seconds == 0
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "hybrid"])
+def test_an_evaluation_teaches_nothing(drafter) -> None:
+    speculator = make(drafter)
+    speculator.learn(0, [rollout(sample=s) for s in range(4)])
+    before = copy.deepcopy(speculator.state_dict())
+    with speculator.unlearning():
+        speculator.begin("0", "p", PROMPT, 100)
+        step(speculator, ["0"], [TEXT[:1]])
+        speculator.advance(["0"], [TEXT[1:2]], [4], [0], 1.0)
+        speculator.end("0")
+        assert speculator.state_dict()["steps"] != before["steps"]
+    np.testing.assert_equal(speculator.state_dict(), before)
+    assert speculator.take_tally().steps == 0
+
+
+def test_a_draft_that_is_off_is_not_run() -> None:
+    speculator = make("eagle3", policy="off")
+    speculator.begin("0", "p", PROMPT, 100)
+    speculator.advance(["0"], [TEXT[:1]], [0], [0], 0.0)
+    assert speculator.plan(["0"]).passes is None
+
+
+def test_a_resting_draft_is_said(caplog) -> None:
+    speculator = make("eagle3")
+    speculator._worth = -1.0  # an iteration's gains less its costs
+    speculator.learn(0, [])
+    assert "iteration 0: the draft model cost more time than it saved" in caplog.text
+    speculator.begin("0", "p", PROMPT, 100)
+    speculator.advance(["0"], [TEXT[:1]], [0], [0], 0.0)
+    assert speculator.plan(["0"]).passes is None
