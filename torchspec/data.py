@@ -14,6 +14,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -370,7 +371,7 @@ class ProblemOrder:
         return {
             "seed": self.seed,
             "problems": len(self.problems),
-            "digest": self._digest(),
+            "digest": self._digest,
             "epoch": self.epoch,
             "offset": self.offset,
         }
@@ -381,7 +382,7 @@ class ProblemOrder:
         Raises:
             ConfigError: the state belongs to other problems or another seed.
         """
-        here = {"seed": self.seed, "problems": len(self.problems), "digest": self._digest()}
+        here = {"seed": self.seed, "problems": len(self.problems), "digest": self._digest}
         saved = {name: state[name] for name in here}
         if saved != here:
             raise ConfigError(
@@ -390,8 +391,9 @@ class ProblemOrder:
         self._start(state["epoch"])
         self.offset = state["offset"]
 
+    @cached_property
     def _digest(self) -> str:
-        """Changes with any problem: files may have been edited since."""
+        """Differs where any problem does, as files may have been edited between two sessions."""
         known = [(p.id, p.messages, p.answer) for p in self.problems]
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
 

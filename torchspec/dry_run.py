@@ -27,8 +27,9 @@ from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import tiny_spec
 from torchspec.packing import pack
 from torchspec.records import Batch, Rollout
+from torchspec.rollout.vllm_setup import CPU_KV_CACHE_GB
+from torchspec.run_folder import flat
 
-CPU_KV_CACHE_GB = 0.25
 MB = 2**20
 
 
@@ -79,7 +80,7 @@ def report(config: Config, world: str) -> str:
     ranks = _ranks(world)
     replicas = dp_size(config.parallel, ranks)
     parallel = config.parallel
-    lines = [*_flat(dataclasses.asdict(config)), ""]
+    lines = [f"{key} = {value!r}" for key, value in flat(dataclasses.asdict(config)).items()] + [""]
     lines.append(f"mesh: {ranks} ranks = pp {parallel.pp} x dp_shard {replicas} x cp {parallel.cp}")
     spec = policy_spec(config)
     stages = [estimate(config, spec, ranks, stage) for stage in range(parallel.pp)]
@@ -260,13 +261,3 @@ class LiveBytes(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, died)
         self.now += size
         self.peak = max(self.peak, self.now)
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> list[str]:
-    lines = []
-    for key, value in table.items():
-        if isinstance(value, dict) and prefix + key != "data.task_args":
-            lines += _flat(value, f"{prefix}{key}.")
-        else:
-            lines.append(f"{prefix}{key} = {value!r}")
-    return lines

@@ -60,17 +60,17 @@ def make_batch(rollouts: Sequence[Rollout]) -> Batch:
     )
 
 
-def _document(prompt: list[int], response: list[int], sample: int, advantage: float) -> Rollout:
+def _nothing() -> Rollout:
+    """What fills a pack that got no document: one token, which nothing is trained on."""
     return Rollout(
         problem_id="",
-        sample=sample,
-        prompt_tokens=prompt,
-        tokens=response,
-        logprobs=[0.0] * len(response),
+        sample=0,
+        prompt_tokens=[0],
+        tokens=[],
+        logprobs=[],
         finish="stop",
         policy_version=0,
         draft_version=0,
-        advantage=advantage,
     )
 
 
@@ -101,8 +101,7 @@ def pack(rollouts: Sequence[Rollout], pack_tokens: int, num_packs: int | None = 
         raise ValueError(
             f"{num_packs} packs of {pack_tokens} tokens cannot hold {sum(lengths)}; {needed} can"
         )
-    empty = [_document([0], [], sample=0, advantage=0.0)]
-    return [make_batch([rollouts[i] for i in ids] or empty) for ids in _assign(lengths, num_packs)]
+    return [make_batch([rollouts[i] for i in ids] or [_nothing()]) for ids in _assign(lengths, num_packs)]
 
 
 def _assign(lengths: Sequence[int], num_packs: int) -> list[list[int]]:

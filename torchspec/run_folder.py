@@ -76,20 +76,21 @@ def find_run(config: Config) -> RunFolder:
 
 def changed_keys(before: Config, now: Config) -> list[str]:
     """Keys that a resumed run may not change and that differ, each with both values."""
-    old, new = _flat(dataclasses.asdict(before)), _flat(dataclasses.asdict(now))
+    old, new = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
     fixed = [key for key in new if not key.startswith(MAY_CHANGE)]
     if now.optim.schedule == now.draft.optim.schedule == "constant":
         fixed.remove("run.steps")  # nothing of the steps made depends on how many were to come
     return [f"{key} ({old[key]!r} then, {new[key]!r} now)" for key in fixed if old[key] != new[key]]
 
 
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A config's values by dotted key."""
+    values = {}
     for key, value in table.items():
         # data.task_args is one value: its keys are the task's
         nested = isinstance(value, dict) and prefix + key != "data.task_args"
-        flat |= _flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return flat
+        values |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return values
 
 
 def _lost_by_starting_anew(path: Path, config: Config) -> str:

@@ -195,9 +195,8 @@ class Speculator:
         drafted = sum(verified)
         self.budget.observe(drafted, sum(accepted))
         self._tally.steps += 1
-        same = request_ids and self._last and self._last[0] == set(request_ids)  # nobody joined
-        if same and self._last and self.measured:
-            _, plain, expected, predicted = self._last
+        planned, plain, expected, predicted = self._last or (set(), 0.0, 0.0, 0.0)
+        if self.measured and request_ids and planned == set(request_ids):  # nobody joined
             emitted = sum(hits + 1 for hits in accepted)
             self._tally.plain_seconds += plain * emitted / len(request_ids)
             self._tally.expected_seconds += expected

@@ -26,6 +26,7 @@ from torchspec.rollout.engine import Counters, Request, Sampling
 from torchspec.rollout.speculator import Speculator
 from torchspec.rollout.vllm_hook import Forced, Hook, NoProposals
 from torchspec.rollout.vllm_setup import (
+    CPU_KV_CACHE_GB,
     Positions,
     check_draft,
     check_version,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
     from torchspec.rollout.engine import NamedWeights
-
-CPU_KV_CACHE_GB = 0.25
 
 
 class VllmEngine:

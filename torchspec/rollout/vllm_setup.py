@@ -16,6 +16,8 @@ import torch
 from torchspec.config import ConfigError
 from torchspec.models.spec import read_json
 
+CPU_KV_CACHE_GB = 0.25
+"""What rollout.kv_cache_gb = 0 means on the CPU."""
 DRAFT_ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
