@@ -7,8 +7,7 @@ policy gradients are bitwise what they are without a draft (designs D4 and D6).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torchspec.config import Config
 from torchspec.draft.blocks import pass_counts
 from torchspec.draft.trainer import DraftTrainer
 from torchspec.mesh import Mesh
-from torchspec.metrics import Meter
+from torchspec.metrics import Meter, Stopwatch
 from torchspec.models.policy import LossOfPack, Policy, PolicyOutput
 from torchspec.optim import ModelOptimizer
 from torchspec.parallel.context import local_rows
@@ -31,9 +30,9 @@ from torchspec.records import Batch, Rollout, Taps
 
 
 class NonFinite(FloatingPointError):
-    """A model's loss or gradient is not finite, on this rank or another; its optimizer made no step.
+    """A model's loss or gradient is not finite, on this rank or another; no model made a step of this update.
 
-    Earlier updates of the step, and the policy's before the draft's, have been made: go on from a checkpoint.
+    Earlier updates of the step have been made: go on from a checkpoint.
     """
 
 
@@ -70,7 +69,7 @@ class Learner:
         self.reference = reference
         self.transport = self._transport() if mesh.cp_size > 1 else "ring"
         self._check: Callable[[], None] = lambda: None
-        self._seconds = {"policy": 0.0, "draft": 0.0}
+        self._watch = Stopwatch(mesh.device)
 
     @property
     def optimizers(self) -> dict[str, ModelOptimizer]:
@@ -100,9 +99,9 @@ class Learner:
             ref_logprobs = self._score(self.reference, packs) if self.reference else None
             loss = self._grpo_loss(packs, old_logprobs, ref_logprobs, meter)
             self._update(packs, loss, self.config.rollout.temperature, meter, train_draft)
-        for model, seconds in self._seconds.items():
-            meter.maximum(f"perf/train_{model}_s", seconds)
-            self._seconds[model] = 0.0
+        seconds = self._watch.read()
+        for model in ("policy", "draft"):
+            meter.maximum(f"perf/train_{model}_s", seconds.get(model, 0.0))
 
     def supervise(self, examples: Sequence[Rollout], meter: Meter, train_draft: bool) -> None:
         """One maximum-likelihood update on given responses."""
@@ -199,23 +198,20 @@ class Learner:
             worst.add_((~value.detach().isfinite()).float())
             return value
 
-        with self._timed("policy"):
+        with self._watch.time("policy"):
             self.policy.forward_backward(
                 packs, checked, aux_layers=aux_layers, train_on=train_on, **self._how(temperature)
             )
         self._check = lambda: None
         if self.mesh.max_over_world(worst).item():
             raise NonFinite("the policy's loss is not finite; no update was made")
-        with self._timed("policy"):
-            self._optimizer_step("policy", self.policy_optimizer, meter)
-        if draft:
-            with self._timed("draft"):
-                if self.mesh.pp_size > 1:
-                    sum_gradients(draft.trainer.draft, self.mesh)
-                self._optimizer_step("draft", draft.optimizer, meter)
-            if self.mesh.pp_size > 1:
-                share = self.policy.seconds_waited / (time.perf_counter() - started)
-                meter.maximum("perf/tap_wait", share)
+        if draft and self.mesh.pp_size > 1:
+            with self._watch.time("draft"):
+                sum_gradients(draft.trainer.draft, self.mesh)
+        self._step({n: o for n, o in self.optimizers.items() if n == "policy" or draft}, meter)
+        if draft and self.mesh.pp_size > 1:
+            share = self.policy.seconds_waited / (time.perf_counter() - started)
+            meter.maximum("perf/tap_wait", share)
 
     def _draft_pass(
         self, draft: DraftTrainer, packs: list[Batch], meter: Meter
@@ -228,7 +224,7 @@ class Learner:
         meter.mean("draft/loss", 0.0, 1 / self.mesh.world_size)
 
         def train_on(batch: Batch, taps: Taps) -> None:
-            with self._timed("draft", within="policy"):
+            with self._watch.time("draft", within="policy"):
                 stats = draft.backward(batch, taps, head, denominator)
             meter.mean("draft/loss", stats.loss, 0.0)
             for name, row in (("ce", 1), ("overlap", 2), ("top1", 3)):
@@ -237,21 +233,16 @@ class Learner:
 
         return train_on
 
-    def _optimizer_step(self, name: str, optimizer: ModelOptimizer, meter: Meter) -> None:
-        meter.maximum(f"{name}/lr", optimizer.lr)
-        try:
-            meter.maximum(f"{name}/grad_norm", optimizer.step())
-        except FloatingPointError as error:
-            raise NonFinite(str(error)) from error
-
-    @contextmanager
-    def _timed(self, model: str, within: str = "") -> Generator[None]:
-        """Add to a model's seconds, and take them from those of the model `within` whose time they lie."""
-        started = time.perf_counter()
-        yield
-        if self.mesh.device.type == "cuda" and not (within and self.mesh.pp_size > 1):
-            torch.cuda.synchronize()  # not between a schedule's microbatches: hosts run ahead there
-        spent = time.perf_counter() - started
-        self._seconds[model] += spent
-        if within:
-            self._seconds[within] -= spent
+    def _step(self, optimizers: dict[str, ModelOptimizer], meter: Meter) -> None:
+        """One step of each optimizer, once all gradients are known to be finite."""
+        for name, optimizer in optimizers.items():
+            meter.maximum(f"{name}/lr", optimizer.lr)
+            with self._watch.time(name):
+                try:
+                    norm = optimizer.clip()
+                except FloatingPointError as error:
+                    raise NonFinite(str(error)) from error
+            meter.maximum(f"{name}/grad_norm", norm)
+        for name, optimizer in optimizers.items():
+            with self._watch.time(name):
+                optimizer.step()

@@ -31,7 +31,6 @@ class ModelOptimizer:
     ) -> None:
         self.name = name
         self.model = model
-        self.clip = optim.clip
         self.optim = optim
         self.total_steps = total_steps
         self.sum_over_stages = sum_over_stages
@@ -77,11 +76,13 @@ class ModelOptimizer:
         self.schedule.load_state_dict({**self.schedule.state_dict(), "last_epoch": updates, "_last_lr": [lr]})
         self.optimizer.param_groups[0]["lr"] = lr
 
-    def step(self) -> float:
-        """Clip, update, advance the schedule, clear the gradients; returns the norm before clipping.
+    def clip(self) -> float:
+        """Scale the gradient down to at most the clip's norm; returns the norm it had.
+
+        Apart from `step`, so that no model makes a step where another's gradient is not finite. Collective.
 
         Raises:
-            FloatingPointError: the gradient is not finite; no parameter has been changed.
+            FloatingPointError: the gradient is not finite.
             RuntimeError: a parameter got no gradient, so part of the model was silently not trained.
         """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -96,12 +97,15 @@ class ModelOptimizer:
         norm = total.item()
         if not math.isfinite(norm):
             raise FloatingPointError(f"the {self.name}'s gradient norm is {norm}; no update was made")
-        if self.clip:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
+        if self.optim.clip:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.optim.clip, total)
+        return norm
+
+    def step(self) -> None:
+        """Update by the gradient as it is, advance the schedule, clear the gradient."""
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-        return norm
 
 
 def lr_factor(optim: Optim, step: int, total_steps: int) -> float:

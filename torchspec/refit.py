@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 
 class HasWeights(Protocol):
-    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pairs (Hugging Face name, full tensor), layer by layer; a collective under FSDP."""
+    def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pairs (Hugging Face name, full tensor), layer by layer; a collective under FSDP.
+
+        Weights come as `dtype`, cast before they are gathered; None: as stored.
+        """
         ...
 
 
@@ -23,8 +26,9 @@ class FrozenCopy:
     def __init__(self, model: HasWeights) -> None:
         self._weights = [(name, weight.cpu().clone()) for name, weight in model.hf_weights()]
 
-    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._weights)
+    def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        # A map of a vocabulary holds integers.
+        return ((name, x.to(dtype) if dtype and x.is_floating_point() else x) for name, x in self._weights)
 
 
 def refit(
@@ -34,15 +38,20 @@ def refit(
     *,
     policy_version: int,
     draft_version: int,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Stream the policy's, then the draft's weights into this rank's engine, and stamp the versions.
 
     Collective: every rank calls it with the same models, so that each one's `hf_weights` gathers as often
     everywhere. One layer's full tensors exist at a time. None leaves that model as it is.
+
+    Args:
+        dtype: the engine's: in it weights travel, so that of fp32 masters half the bytes are gathered for a
+            bf16 engine. None: as stored; the engine casts.
     """
     engine.update(
-        policy.hf_weights() if policy is not None else None,
-        _without(draft.hf_weights(), engine.shared_names()) if draft is not None else None,
+        policy.hf_weights(dtype) if policy is not None else None,
+        _without(draft.hf_weights(dtype), engine.shared_names()) if draft is not None else None,
         policy_version=policy_version,
         draft_version=draft_version,
     )

@@ -354,7 +354,7 @@ class Trainer:
         versions = {"policy_version": self.policy_version, "draft_version": self.draft_version}
         if draft_version is not None:
             versions["draft_version"] = draft_version
-        refit(self.engine, policy, draft, **versions)
+        refit(self.engine, policy, draft, **versions, dtype=compute_dtype(self.config))
 
     def _tau(self, rollouts: list[Rollout]) -> SpecStats:
         return SpecStats.total((r.spec for r in rollouts if r.spec), longest_draft(self.config))

@@ -89,12 +89,11 @@ def build(mesh: Mesh, base: Path, config: Config) -> tuple[Learner, dict[str, di
     }
     for name, optimizer in sides.items():
 
-        def step(name: str = name, model: nn.Module = optimizer.model) -> float:
+        def clip(name: str = name, model: nn.Module = optimizer.model) -> float:
             seen[name] = gradients(model)
-            model.zero_grad()
             return 0.0
 
-        optimizer.step = step
+        optimizer.clip, optimizer.step = clip, optimizer.model.zero_grad
     trainer = DraftTrainer(
         draft,
         passes=config.draft.ttt_steps,

@@ -96,7 +96,7 @@ def poisoned(mesh: Mesh, base: Path) -> dict[str, Any]:
     the draft has a NaN: what was raised, and whether the weights changed."""
     learner, _ = build(mesh, base, small_config())
     for optimizer in learner.optimizers.values():
-        del optimizer.step  # a test double that does not step
+        del optimizer.clip, optimizer.step  # doubles that make no step
     before = {n: full(p) for n, p in learner.policy.named_parameters()}
     mine = [r for r in fixed_rollouts() if int(r.problem_id[1:]) % mesh.dp_size == mesh.dp_rank]
     if mesh.rank == mesh.world_size - 1:
@@ -112,11 +112,12 @@ def poisoned(mesh: Mesh, base: Path) -> dict[str, Any]:
     weight = learner.draft.trainer.draft.fc.weight
     with torch.no_grad():
         weight.mul_(float("nan"))
-    head = full(learner.draft.trainer.draft.lm_head.weight)
+    before_draft = full(learner.draft.trainer.draft.lm_head.weight)
     with pytest.raises(NonFinite) as error:
         learner.reinforce(mine, Meter(), train_draft=True)
     errors.append(str(error.value))
-    same_draft = torch.equal(head, full(learner.draft.trainer.draft.lm_head.weight))
+    same &= all(torch.equal(before[n], full(p)) for n, p in learner.policy.named_parameters())
+    same_draft = torch.equal(before_draft, full(learner.draft.trainer.draft.lm_head.weight))
     return {"errors": errors, "same": same, "same_draft": same_draft}
 
 

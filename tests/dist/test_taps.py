@@ -187,10 +187,14 @@ def weights_and_steps(mesh: Mesh, base: Path) -> dict[str, Any]:
         optim = Optim(lr=0.1, clip=0.5)
         optimizer = ModelOptimizer("policy", policy, optim, 1, mesh.sum_over_pp_)
         policy.forward_backward(packs, log_likelihood, **HOW)
-        found[schedule] = optimizer.step(), {name: full(p) for name, p in policy.named_parameters()}
+        norm = optimizer.clip()
+        optimizer.step()
+        found[schedule] = norm, {name: full(p) for name, p in policy.named_parameters()}
     optimizer = ModelOptimizer("policy", whole, optim, 1)
     whole.forward_backward(packs, log_likelihood, **HOW)
-    found["whole"] = optimizer.step(), {name: full(p) for name, p in whole.named_parameters()}
+    norm = optimizer.clip()
+    optimizer.step()
+    found["whole"] = norm, {name: full(p) for name, p in whole.named_parameters()}
     return found
 
 

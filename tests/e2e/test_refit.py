@@ -50,7 +50,7 @@ class Weights:
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self.weights = weights
 
-    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.weights.items()
 
 

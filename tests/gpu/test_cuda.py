@@ -14,6 +14,7 @@ from torchspec.draft.blocks import pass_counts
 from torchspec.draft.eagle3 import FSDP_METHODS, DraftSpec, Eagle3
 from torchspec.draft.trainer import DraftTrainer
 from torchspec.mesh import Mesh
+from torchspec.metrics import Stopwatch
 from torchspec.packing import make_batch
 from torchspec.parallel.fsdp import shard
 from torchspec.records import Rollout, Taps
@@ -145,3 +146,19 @@ def test_a_draft_update_in_bf16_follows_fp32_on_the_cpu() -> None:
         found = torch.cat([p.grad.full_tensor().flatten() for p in sharded.parameters()]).cpu()
         assert (found - want).norm() < 0.1 * want.norm()
     mesh.close()
+
+
+def test_the_stopwatch_times_the_device_not_the_host() -> None:
+    watch, x = Stopwatch(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    with watch.time("policy"):
+        x @ x
+        with watch.time("draft", within="policy"):
+            for _ in range(20):
+                x @ x
+    end.record()
+    seconds = watch.read()
+    assert seconds["draft"] > 5 * seconds["policy"] > 0
+    assert sum(seconds.values()) <= start.elapsed_time(end) / 1e3

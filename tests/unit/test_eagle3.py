@@ -431,8 +431,9 @@ def test_fsdp_finds_the_loss(lone_world, documents, row_block):
     assert torch.equal(sharded_stats.sums, stats.sums)
     for name, grad in grads.items():
         assert torch.equal(sharded[name].full_tensor(), grad)
-    full = dict(draft.hf_weights())
+    full, rounded = dict(draft.hf_weights()), dict(draft.hf_weights(torch.bfloat16))
     assert all(torch.equal(full[name], p) for name, p in make_draft().named_parameters())
+    assert all(torch.equal(rounded[name], p.bfloat16()) for name, p in make_draft().named_parameters())
 
 
 @pytest.mark.parametrize("row_block", [0, 6])

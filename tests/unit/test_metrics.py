@@ -10,10 +10,11 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from torchspec import plots
+from torchspec import metrics, plots
 from torchspec.metrics import (
     Meter,
     MetricWriter,
+    Stopwatch,
     add_tau,
     console_line,
     read_metrics,
@@ -47,6 +48,18 @@ def test_means_totals_and_maxima_over_ranks() -> None:
     meter.maximum("maximum", -5)
     values = meter.reduce(TwoEqualRanks())
     assert values == {"mean": 0.5, "of nothing": 0.0, "total": 10.0, "maximum": -3.0}
+
+
+def test_a_part_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0.0, 1.0, 4.0, 10.0, 20.0, 21.0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(ticks))
+    watch = Stopwatch(torch.device("cpu"))
+    with watch.time("policy"), watch.time("draft", within="policy"):
+        pass
+    with watch.time("draft"):
+        pass
+    assert watch.read() == {"policy": 10.0 - 3.0, "draft": 3.0 + 1.0}
+    assert watch.read() == {}
 
 
 class LastStageKnowsMore(TwoEqualRanks):

@@ -42,7 +42,8 @@ def test_a_step_clips_updates_and_clears() -> None:
     reference = torch.optim.AdamW(twin.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
     reference.step()
     optimizer = ModelOptimizer("policy", model, Optim(lr=0.1, clip=0.5, eps=1e-3, weight_decay=0.1), 4)
-    assert optimizer.step() == pytest.approx(norm)
+    assert optimizer.clip() == pytest.approx(norm)
+    optimizer.step()
     for p, q in zip(model.parameters(), twin.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
         assert p.grad is None
@@ -53,6 +54,7 @@ def test_clip_zero_is_no_clip() -> None:
     seen = []
     optimizer = ModelOptimizer("policy", model, Optim(lr=0.1, clip=0.0), 4)
     optimizer.optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.max().item()))
+    optimizer.clip()
     optimizer.step()
     assert seen == [10.0]
 
@@ -69,7 +71,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     model = model_with_gradient(math.nan)
     before = model.weight.clone()
     with pytest.raises(FloatingPointError, match="the draft's gradient norm is nan; no update was made"):
-        ModelOptimizer("draft", model, Optim(lr=0.1), 4).step()
+        ModelOptimizer("draft", model, Optim(lr=0.1), 4).clip()
     assert torch.equal(model.weight, before)
 
 
@@ -77,4 +79,4 @@ def test_a_parameter_without_a_gradient_is_an_error() -> None:
     model = model_with_gradient(1.0)
     model.bias.grad = None
     with pytest.raises(RuntimeError, match=r"no gradient reached policy parameters \['bias'\]"):
-        ModelOptimizer("policy", model, Optim(), 4).step()
+        ModelOptimizer("policy", model, Optim(), 4).clip()

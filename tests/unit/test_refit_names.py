@@ -2,7 +2,7 @@
 
 import torch
 
-from torchspec.refit import refit
+from torchspec.refit import FrozenCopy, refit
 
 
 class Engine:
@@ -21,10 +21,10 @@ class Model:
     def __init__(self, *names):
         self.names, self.pulled = names, []
 
-    def hf_weights(self):
+    def hf_weights(self, dtype=None):
         for name in self.names:
             self.pulled.append(name)
-            yield name, torch.zeros(1)
+            yield name, torch.zeros(1, dtype=dtype)
 
 
 def test_shared_names_stay_but_are_gathered_all_the_same():
@@ -61,3 +61,22 @@ def test_weights_are_pulled_one_by_one():
     model, other = Model("a", "b", "c"), Model("d", "e")
     refit(Lazy(), model, other, policy_version=1, draft_version=1)
     assert model.pulled == ["a", "b", "c"]
+
+
+def test_weights_travel_in_the_engines_dtype():
+    class Dtypes(Engine):
+        def update(self, policy, draft, **_):
+            self.calls.append([x.dtype for weights in (policy, draft) for _, x in weights])
+
+    class Draft:
+        def hf_weights(self, dtype=None):
+            yield "fc.weight", torch.ones(1)
+            yield "d2t", torch.ones(1, dtype=torch.int64)
+
+    engine, versions = Dtypes(), {"policy_version": 1, "draft_version": 1}
+    refit(engine, Model("a"), FrozenCopy(Draft()), **versions, dtype=torch.bfloat16)
+    refit(engine, Model("a"), FrozenCopy(Draft()), **versions)
+    assert engine.calls == [
+        [torch.bfloat16, torch.bfloat16, torch.int64],
+        [torch.float32, torch.float32, torch.int64],
+    ]

@@ -377,7 +377,12 @@ class Eagle3(nn.Module):
             aux = [norm(x) for norm, x in zip(self.fc_norm, aux, strict=True)]
         return self.fc(torch.cat(aux, dim=-1))
 
-    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and full tensors of a checkpoint for vLLM, d2t and t2d included. A collective under FSDP."""
+    def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Names and full tensors of a checkpoint for vLLM, d2t and t2d included. A collective under FSDP.
+
+        Args:
+            dtype: of the weights; None: as stored. The maps stay as they are.
+        """
         for name, x in self.state_dict().items():
+            x = x.to(dtype) if dtype and x.is_floating_point() else x
             yield name, x.full_tensor() if isinstance(x, DTensor) else x
