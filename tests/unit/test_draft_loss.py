@@ -100,7 +100,7 @@ def test_logits_exist_for_chunk_rows_only():
     assert max(sizes) == chunk_rows * vocab
 
 
-def test_stats_add_up_and_simulate_tau():
+def test_stats_add_up():
     part = DraftStats(
         loss=torch.tensor(0.5, dtype=torch.float64),
         sums=torch.tensor([[2, 1, 0], [4.0, 3.0, 0.0], [1.0, 0.5, 0.0], [2, 1, 0]], dtype=torch.float64),
@@ -108,7 +108,4 @@ def test_stats_add_up_and_simulate_tau():
     both = part + part
     assert both.loss.item() == 1.0
     assert both.counts.tolist() == [4, 2, 0]
-    assert both.ce.tolist() == [2.0, 3.0, 0.0]
-    assert both.top1.tolist() == [1.0, 1.0, 0.0]
-    assert both.overlap.tolist() == [0.5, 0.5, 0.0]
-    assert both.tau == 1 + 0.5 + 0.25
+    assert both.sums[1].tolist() == [8.0, 6.0, 0.0]

@@ -362,7 +362,7 @@ def test_chunking_of_the_loss_does_not_matter():
 def test_empty_microbatch_gives_every_parameter_a_zero_gradient(documents):
     stats, grads = run(make_draft(), documents, make_taps(sum(map(len, documents))), head_weight(), passes=3)
     assert stats.loss.item() == 0.0
-    assert stats.tau == 1.0
+    assert not stats.sums.any()
     assert set(grads) == {name for name, _ in make_draft().named_parameters()}
     assert not any(grad.any() for grad in grads.values())
 
@@ -408,8 +408,9 @@ def test_learns_its_teacher():
     for _ in range(150):
         last, _ = run(draft, documents, taps, head, passes=3)
         optim.step()
-    assert first.tau < 2.0
-    assert last.tau > 3.5
+    overlaps = [stats.sums[2] / stats.counts for stats in (first, last)]
+    assert overlaps[0].max() < 0.6
+    assert overlaps[1].min() > 0.8
 
 
 @pytest.fixture

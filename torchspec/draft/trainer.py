@@ -34,29 +34,6 @@ class DraftStats:
         """Scored rows per pass, [K]."""
         return self.sums[0]
 
-    @property
-    def ce(self) -> Tensor:
-        """Mean cross-entropy per pass in nats, [K]; 0 where no row is scored, as the two below."""
-        return self._mean(1)
-
-    @property
-    def overlap(self) -> Tensor:
-        """Mean sum_v min(p_v, t_v) per pass, [K]: the chance that its token is accepted at temperature 1."""
-        return self._mean(2)
-
-    @property
-    def top1(self) -> Tensor:
-        """Share of rows per pass where draft and policy agree on the likeliest token, [K]."""
-        return self._mean(3)
-
-    @property
-    def tau(self) -> float:
-        """Simulated acceptance length of chains of K tokens: 1 + sum_d prod_{p<=d} overlap_p."""
-        return 1.0 + self.overlap.cumprod(0).sum().item()
-
-    def _mean(self, row: int) -> Tensor:
-        return self.sums[row] / self.sums[0].clamp(min=1)
-
 
 class DraftTrainer:
     """Trains an `Eagle3`, sharded by `parallel.fsdp.shard` or not.
