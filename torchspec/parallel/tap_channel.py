@@ -176,7 +176,10 @@ class TapChannel:
         if len(outbox.under_way) == outbox.depth:  # the schedule says that this one was taken: no wait
             self._wait(outbox.under_way.popleft(), f"a send of stage {stage} to pipeline rank {sink}")
         rows = len(tensors[0])
-        header = torch.tensor(self._header(stage, microbatch, rows, tensors[0].dtype), device=self.device)
+        # From pinned memory: an ordinary copy would make the host wait for all that the stage has queued.
+        header = torch.tensor(
+            self._header(stage, microbatch, rows, tensors[0].dtype), pin_memory=self.device.type == "cuda"
+        ).to(self.device, non_blocking=True)
         message = [header, *(tap.contiguous() for tap in tensors)]
         works = [self._transfer(dist.isend, tensor, stage, group_dst=sink) for tensor in message]
         outbox.under_way.append(_Message([work for work in works if work], message))
