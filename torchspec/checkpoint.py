@@ -20,7 +20,7 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -28,22 +28,21 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from torchspec.config import Checkpoint, ConfigError
 from torchspec.mesh import Mesh
 from torchspec.optim import ModelOptimizer
+from torchspec.state_files import Snapshot, read_state, snapshot, write_state
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 class Component(Protocol):
-    """Part of a run whose state is this rank's own: nested dicts and lists of plain values and tensors."""
+    """Part of a run with a state of nested dicts and lists, plain values, and arrays that are not written to again."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -85,12 +84,12 @@ class Checkpoints:
         optimizers: Mapping[str, ModelOptimizer],
         states: Mapping[str, Any],
     ) -> None:
-        """Write a checkpoint; with `background` only the copy to host memory is waited for.
+        """Write a checkpoint; with `background` only the models' copy to host memory is waited for.
 
         Args:
             facts: for the manifest: `step`, the `scores` that keep_best looks at, and whatever else.
             optimizers: "policy" and "draft", with their models.
-            states: everything else: what `state_dict` of the components gave.
+            states: everything else on this rank: what `state_dict` of the components gave.
 
         Raises:
             OSError: this or the previous checkpoint could not be written; the ones before it are untouched.
@@ -101,7 +100,6 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self._mesh.barrier()
-        _write_state(_rank_file(partial, self._mesh.rank), states)
         written = dcp.async_save(
             tensors_of(optimizers),
             storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True),
@@ -114,7 +112,7 @@ class Checkpoints:
             "updates": {name: optimizer.updates for name, optimizer in optimizers.items()},
             **facts,
         }
-        self._pending = self._worker.submit(self._finish, written, partial, facts)
+        self._pending = self._worker.submit(self._finish, written, partial, facts, snapshot(states))
         if not self.config.background:
             self.wait()
 
@@ -128,9 +126,13 @@ class Checkpoints:
         self.wait()
         self._worker.shutdown()
 
-    def _finish(self, written: Future[Any], partial: Path, facts: dict[str, Any]) -> None:
-        """Runs in the background, on all ranks: checksums, manifest, rename, removal of old checkpoints."""
+    def _finish(self, written: Future[Any], partial: Path, facts: dict[str, Any], states: Snapshot) -> None:
+        """Runs in the background, on all ranks: states, checksums, manifest, rename, removal of old checkpoints."""
         written.result()
+        digests = states.digests()
+        of_main = set(self._mesh.from_main(digests, self._group))
+        elsewhere = () if self._mesh.is_main else of_main
+        write_state(_rank_file(partial, self._mesh.rank), states, digests, elsewhere)
         mine = [*partial.glob(f"shard-{self._mesh.rank + 1:05d}-*"), _rank_file(partial, self._mesh.rank)]
         parts = self._mesh.gather_on_main({path.name: _sums(path) for path in mine}, self._group)
         if not self._mesh.is_main:
@@ -230,7 +232,8 @@ def restore(
     for name, optimizer in optimizers.items():
         optimizer.resume_at(manifest["updates"][name])
     _load(saved, tensors_of(optimizers))
-    states = _read_state(_rank_file(saved.folder, mesh.rank % manifest["ranks"]))
+    own, main = (_rank_file(saved.folder, rank) for rank in (mesh.rank % manifest["ranks"], 0))
+    states = read_state(own, main)
     for name, component in components.items():
         if name not in states:
             raise ConfigError(f"{saved.folder} has no state of {name}; it was saved without it")
@@ -337,41 +340,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
         shutil.rmtree(doomed)
-
-
-def _write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Nested plain values as JSON in a safetensors header; the tensors among them as its tensors."""
-    tensors: dict[str, Tensor] = {}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, np.generic):
-            value = value.item()
-        if isinstance(value, np.ndarray):
-            value = torch.from_numpy(value)
-        if isinstance(value, Tensor):
-            tensors[str(len(tensors))] = value.detach().cpu().contiguous()
-            return {"tensor": str(len(tensors) - 1)}
-        if isinstance(value, Mapping):
-            if any(not isinstance(key, str) for key in value):
-                raise TypeError(f"keys of a component's state must be strings, got {list(value)[:3]}")
-            return {"dict": {key: plain(item) for key, item in value.items()}}
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            return {"list": [plain(item) for item in value]}
-        return {"value": value}
-
-    header = json.dumps(plain(state))
-    save_file(tensors, path, metadata={"state": header})
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    with safe_open(path, "pt") as file:
-
-        def restored(node: dict[str, Any]) -> Any:
-            ((kind, value),) = node.items()
-            if kind == "tensor":
-                return file.get_tensor(value)
-            if kind == "dict":
-                return {key: restored(item) for key, item in value.items()}
-            return [restored(item) for item in value] if kind == "list" else value
-
-        return restored(json.loads(file.metadata()["state"]))

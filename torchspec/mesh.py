@@ -136,10 +136,10 @@ class Mesh:
         dist.all_gather_object(parts, items, group=group)
         return [item for part in parts for item in part]
 
-    def from_main(self, value: T) -> T:
-        """The main rank's `value`, a small plain object, on every rank."""
+    def from_main(self, value: T, group: dist.ProcessGroup | None = None) -> T:
+        """The main rank's `value`, a plain object, on every rank; `group` None: the default one."""
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
     def new_cpu_group(self) -> dist.ProcessGroup:

@@ -20,6 +20,9 @@ from torchspec.metrics import Meter
 
 pytestmark = pytest.mark.dist
 
+COMMON = torch.arange(5000)
+
+
 class Owner:
     """A component whose state differs from rank to rank."""
 
@@ -27,11 +30,12 @@ class Owner:
         self.rank = rank
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rank": self.rank, "window": torch.arange(self.rank + 3)}
+        return {"rank": self.rank, "window": torch.arange(self.rank + 3), "common": COMMON}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rank = state["rank"]
         assert torch.equal(state["window"], torch.arange(self.rank + 3))
+        assert torch.equal(state["common"], COMMON)
 
 
 def go_on(mesh: Mesh, base: Path, folder: Path, steps: int) -> dict[str, Any]:
@@ -98,6 +102,8 @@ def test_two_ranks_one_a_pipeline_and_two_again_are_two_all_along(tmp_path) -> N
     assert third["tensors"].keys() == whole["tensors"].keys()
     for name, want in whole["tensors"].items():
         torch.testing.assert_close(third["tensors"][name], want, rtol=1e-4, atol=1e-5, msg=name)
+    sizes = [(root / "whole" / "step-000005" / f"rank-0000{r}.safetensors").stat().st_size for r in (0, 1)]
+    assert sizes[0] > COMMON.nbytes > sizes[1], "what all ranks hold is written once"
     # A rank takes the state of its own number, or of that modulo the earlier number of ranks.
     owners = [r["owner"] for r in (first, other_first, second, piped, third, other_third)]
     assert owners == [0, 1, 0, 0, 0, 1]

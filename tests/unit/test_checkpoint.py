@@ -185,7 +185,7 @@ DAMAGES = [
     (
         "manifest.json",
         lambda path: path.write_text('{"files": {}, "format": 9}'),
-        "format 9, this code reads 1",
+        "format 9, this code reads 2",
     ),
 ]
 
@@ -251,11 +251,12 @@ def test_a_failed_save_raises_and_leaves_the_others(tmp_path, mesh, monkeypatch)
         raise OSError("No space left on device")
 
     checkpoints = Checkpoints(tmp_path, mesh, Checkpoint())
-    monkeypatch.setattr("torchspec.checkpoint._sums", full_disk)
-    checkpoints.save({"step": 2}, models(seed=1), {})
-    with pytest.raises(OSError, match="No space left"):
-        checkpoints.wait()
-    monkeypatch.undo()
+    for part in ("_sums", "write_state"):
+        monkeypatch.setattr(f"torchspec.checkpoint.{part}", full_disk)
+        checkpoints.save({"step": 2}, models(seed=1), {})
+        with pytest.raises(OSError, match="No space left"):
+            checkpoints.wait()
+        monkeypatch.undo()
     assert found(tmp_path).step == 1
 
 

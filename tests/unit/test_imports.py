@@ -15,7 +15,7 @@ LAYERS = [
     {"config", "records"},
     {"config_load", "mesh", "packing", "attention", "data", "rewards", "run_folder", "interrupt", "guards"},
     {"models", "draft", "parallel", "rollout"},
-    {"policy_loss", "optim", "checkpoint", "export", "refit", "metrics", "plots"},
+    {"policy_loss", "optim", "state_files", "checkpoint", "export", "refit", "metrics", "plots"},
     {"assemble", "learner"},
     {"warmup", "generate", "bench", "export_run", "dry_run"},
     {"trainer"},
