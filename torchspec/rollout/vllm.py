@@ -145,9 +145,7 @@ class VllmEngine:
         if self._hook:
             self._hook.forget({sample.id for sample in self._samples if sample.rollout is None})
             self._hook = None  # it holds the dead engine's runner
-        client: Any = self._llm.llm_engine.engine_core
-        # As large as it was: what is free by now says nothing of what the trainer will need.
-        size = client.engine_core.available_gpu_memory_for_kv_cache
+        size = self._cache_bytes()  # what is free by now says nothing of what the trainer will need
         self.close()
         with built_alone():
             self._start(kv_cache_memory_bytes=size)
@@ -321,6 +319,10 @@ class VllmEngine:
         table = measure(run, config.rollout.max_num_seqs, longest_draft(config))
         self._drop_prefixes()
         return table
+
+    def _cache_bytes(self) -> int:
+        client: Any = self._llm.llm_engine.engine_core
+        return client.engine_core.available_gpu_memory_for_kv_cache
 
     def _drop_prefixes(self) -> None:
         if not self._llm.reset_prefix_cache():
