@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,13 @@ class Trainer:
             made = self.fleet.generate(requests, sampling_of(config))
         with self._phase(meter, "wait"):
             self.interrupt.check()
+            restarted = 0
+            if self.fleet.any_died(step):
+                with self._phase(meter, "restart"):
+                    refit_all = partial(self._refit, self.policy, self.draft)
+                    made, restarted = self.fleet.recover(step, refit_all, self.interrupt)
             everything = self.fleet.exchange(made)
+        meter.total("rollout/engine_restarts", restarted)
         mine = {p.id for p in problems}
         rollouts = [r for r in everything if r.problem_id in mine]
         with self._phase(meter, "learn"):
@@ -205,7 +212,8 @@ class Trainer:
             values["draft/tau_simulated"] = simulated_tau(values)
         trained = values["perf/train_policy_s"] + values["perf/train_draft_s"]
         self.scores = {"reward": values["reward/mean"], "tau": values.get("rollout/tau")}
-        values["perf/rollout_tokens_per_s"] = values["rollout/tokens"] / values["perf/rollout_s"]
+        generated = values["perf/rollout_s"] + values.get("perf/restart_s", 0.0)
+        values["perf/rollout_tokens_per_s"] = values["rollout/tokens"] / generated
         values["perf/train_tokens_per_s"] = values.pop("rollout/trained_tokens") / trained
         return values
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
+from torchspec.guards import GuardStop
+from torchspec.interrupt import Stopped
 from torchspec.records import Rollout
 from torchspec.rollout.balance import LengthStats
 from torchspec.rollout.calibration import measure
-from torchspec.rollout.engine import Request, Sampling
+from torchspec.rollout.engine import EngineDied, Request, Sampling
 from torchspec.rollout.fleet import Fleet
 
 
@@ -94,3 +97,90 @@ def test_a_cost_table_is_what_the_engine_takes() -> None:
     assert table.drafting(0, 4) == pytest.approx(0.002)
     with pytest.raises(RuntimeError, match="none of the batches"):
         measure(lambda schedule, batch: SimpleNamespace(steps=[], drafting=[]), 4, 8)
+
+
+class Mortal(Echo):
+    """Dies in its n-th attempts to answer, n in `dies`."""
+
+    def __init__(self, dies: list[int]) -> None:
+        super().__init__(0)
+        self.dies, self.attempts, self.restarts, self.weights = dies, 0, 0, "new"
+
+    def generate(self, requests, sampling):
+        self.asking = requests, sampling
+        return self.go_on()
+
+    def go_on(self):
+        self.attempts += 1
+        if self.attempts in self.dies:
+            raise EngineDied("of old age")
+        assert self.weights == "new"
+        return super().generate(*self.asking)
+
+    def restart(self):
+        self.restarts, self.weights = self.restarts + 1, "old"
+
+
+REQUESTS = [Request(problem_id=f"p{n}", prompt_tokens=[n], samples=2) for n in (3, 5)]
+
+
+def calm(check=lambda: None):
+    return SimpleNamespace(check=check, abandonable=nullcontext)
+
+
+def run_steps(engine: Mortal, steps: int, others: list[float] | None = None, interrupt=None) -> list[int]:
+    """Restarts of this rank by step; `others` is what the other ranks say, by question."""
+    worst = iter(others or [0.0] * 99)
+    mesh = SimpleNamespace(rank=0, world_size=1, max_over_world=lambda x: x.clamp(min=next(worst)))
+    fleet = Fleet(mesh, engine, LengthStats(default=10), 1.0)  # pyrefly: ignore[bad-argument-type]
+    restarts = []
+    for step in range(1, steps + 1):
+        made, restarted = fleet.generate(REQUESTS, Sampling(max_new_tokens=9)), 0
+        if fleet.any_died(step):
+            made, restarted = fleet.recover(
+                step, lambda: setattr(engine, "weights", "new"), interrupt or calm()
+            )  # pyrefly: ignore[bad-argument-type]
+        assert sorted((i, r.sample) for i, r in made) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        restarts.append(restarted)
+    return restarts
+
+
+@pytest.mark.parametrize(
+    ("dies", "outcome"),
+    [
+        ([], [0, 0, 0, 0]),
+        ([1], [1, 0, 0, 0]),  # a restart is an attempt as well: the second
+        ([1, 4], [1, 0, 1, 0]),  # a whole step lies between
+        ([1, 2], "step 1: this rank's rollout engine died again"),
+        ([2, 4], "step 3: this rank's rollout engine died again"),
+    ],
+)
+def test_an_engine_is_restarted_once_until_a_whole_step_is_done(dies, outcome, caplog) -> None:
+    engine = Mortal(dies)
+    if isinstance(outcome, list):
+        assert run_steps(engine, 4) == outcome
+        assert engine.restarts == sum(outcome)
+    else:
+        with pytest.raises(GuardStop, match=outcome):
+            run_steps(engine, 4)
+        assert engine.restarts == 1
+    assert len(caplog.records) == len(dies)
+    assert all("rank 0's rollout engine died, " in text and "of old age" in text for text in caplog.messages)
+
+
+def test_ranks_with_living_engines_take_part_and_stop_with_the_others() -> None:
+    engine = Mortal([])
+    assert run_steps(engine, 2, others=[1.0, 0.0, 0.0]) == [0, 0]
+    assert (engine.attempts, engine.restarts) == (3, 0)
+    with pytest.raises(GuardStop, match="step 1: another rank's rollout engine died again"):
+        run_steps(Mortal([]), 2, others=[1.0, 2.0])
+
+
+def test_a_signal_while_an_engine_is_built_stops_before_it_generates() -> None:
+    def check() -> None:
+        raise Stopped
+
+    engine = Mortal([1])
+    with pytest.raises(Stopped):
+        run_steps(engine, 1, interrupt=calm(check))
+    assert (engine.attempts, engine.restarts) == (1, 1)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchspec.config import Config
+from torchspec.guards import GuardStop
 from torchspec.records import Rollout
 from torchspec.rollout.balance import LengthStats
 from torchspec.rollout.budget import CostTable
@@ -159,7 +160,7 @@ def test_acceptances_are_counted_by_drafter_class_and_position() -> None:
     speculator.complete(speculator.plan(["0"]), None)
     speculator.advance(["0"], [[99]], [2], [0], 0.0)
     assert speculator.take_tally().drafters[SUFFIX].drafted == [1, 1, 0, 0, 0, 0, 0, 0]
-    with pytest.raises(RuntimeError, match="3 draft tokens were verified, proposed were 0"):
+    with pytest.raises(GuardStop, match="3 draft tokens were verified, proposed were 0"):
         speculator.advance(["0"], [[99]], [3], [0], 0.0)
 
 

@@ -68,6 +68,10 @@ class Counters:
     """CPU time of the calling thread inside `generate`: on CPU what it takes on a machine without other load."""
 
 
+class EngineDied(Exception):
+    """The engine raised while it generated. Answers that were complete are kept; see `Engine.restart`."""
+
+
 class Engine(Protocol):
     """Samples responses from the policy; speculation changes the speed, never the distribution."""
 
@@ -84,6 +88,25 @@ class Engine(Protocol):
 
         Raises:
             ConfigError: a prompt that leaves no room for a response.
+            EngineDied: only `restart` and `close` may follow.
+        """
+        ...
+
+    def restart(self) -> None:
+        """Build the engine again after `EngineDied`: `update` with all weights, then `go_on` must follow.
+
+        The same settings; what the drafters have learned stays. Its weights, and so the versions, are those that
+        it was first built with. Touches no other rank.
+        """
+        ...
+
+    def go_on(self) -> list[Rollout]:
+        """All answers of the last `generate`; those that were complete before a `restart` are not made again.
+
+        The others begin anew, with the seeds they had.
+
+        Raises:
+            EngineDied: it died again.
         """
         ...
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from torchspec.guards import GuardStop
+from torchspec.interrupt import Interrupt
 from torchspec.mesh import Mesh
 from torchspec.records import Rollout
 from torchspec.rollout.balance import LengthStats, dispatch
-from torchspec.rollout.engine import Engine, Request, Sampling
+from torchspec.rollout.engine import Engine, EngineDied, Request, Sampling
+
+log = logging.getLogger(__name__)
 
 
 class Fleet:
@@ -26,9 +34,18 @@ class Fleet:
 
     def __init__(self, mesh: Mesh, engine: Engine, lengths: LengthStats, tail_weight: float) -> None:
         self.mesh, self.engine, self.lengths, self.tail_weight = mesh, engine, lengths, tail_weight
+        self._calls = 0
+        self._trusted = 0
+        """The first call of `generate` in which the engine may die."""
+        self._death = ""
+        self._places: list[tuple[int, int]] = []
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[int, Rollout]]:
-        """This rank's share of the answers, each with its request's index; the longest are begun first."""
+        """This rank's share of the answers, each with its request's index; the longest are begun first.
+
+        Nothing where the engine died; `any_died` must follow.
+        """
+        self._calls += 1
         shares = dispatch(requests, self.mesh.world_size, self.lengths, self.tail_weight)
         before = [0] * len(requests)
         for share in (share for engine in shares[: self.mesh.rank] for share in engine):
@@ -43,11 +60,64 @@ class Fleet:
             )
             for share in mine
         ]
-        owners = [share.request for share in mine for _ in range(share.samples)]
-        rollouts = self.engine.generate(asked, sampling)
-        for index, rollout in zip(owners, rollouts):
-            rollout.sample += before[index]
-        return list(zip(owners, rollouts))
+        self._places = [
+            (share.request, before[share.request] + i) for share in mine for i in range(share.samples)
+        ]
+        return self._answers(lambda: self.engine.generate(asked, sampling))
+
+    def any_died(self, step: int) -> bool:
+        """Whether an engine of any rank died in the last `generate`; if so, `recover`. Collective.
+
+        Raises:
+            GuardStop: on every rank, if one died that was restarted in this call of `generate` or in the last.
+        """
+        again = bool(self._death) and self._calls < self._trusted
+        if self._death:
+            what = "again" if again else "and is built again for what is not complete"
+            log.error(
+                "step %d: rank %d's rollout engine died, %s: %s", step, self.mesh.rank, what, self._death
+            )
+        worst = self.mesh.max_over_world(torch.tensor([float(bool(self._death)) + again])).item()
+        if worst > 1:
+            raise GuardStop(
+                f"step {step}: {'this' if again else 'another'} rank's rollout engine died again before a whole step "
+                "was done after its restart; the same command goes on from the last checkpoint"
+            )
+        return worst > 0
+
+    def recover(
+        self, step: int, refit: Callable[[], None], interrupt: Interrupt
+    ) -> tuple[list[tuple[int, Rollout]], int]:
+        """Build engines that died again, and let them finish; the others only take part in `refit`. Collective.
+
+        Returns what `generate` would have, and how many engines this rank has restarted: 0 or 1.
+
+        Raises:
+            GuardStop: one died again.
+            Stopped: there was a signal.
+        """
+        restarted, made = bool(self._death), []
+        if restarted:
+            self.engine.restart()
+            self._trusted = self._calls + 2
+        refit()  # every rank's part of the models is needed for it
+        interrupt.check()  # building takes long, and what follows too
+        with interrupt.abandonable():
+            made = self._answers(self.engine.go_on)
+        interrupt.check()
+        self.any_died(step)
+        return made, int(restarted)
+
+    def _answers(self, make: Callable[[], list[Rollout]]) -> list[tuple[int, Rollout]]:
+        self._death = ""
+        try:
+            rollouts = make()
+        except EngineDied as death:  # only text is kept: a traceback holds on to the engine's tensors
+            self._death = f"{death}\n{traceback.format_exc()}"
+            return []
+        for (_, sample), rollout in zip(self._places, rollouts, strict=True):
+            rollout.sample = sample
+        return [(request, rollout) for (request, _), rollout in zip(self._places, rollouts)]
 
     def exchange(self, mine: list[tuple[int, Rollout]]) -> list[Rollout]:
         """All ranks' answers, ordered by request, then by sample. Collective; waits for the slowest engine."""

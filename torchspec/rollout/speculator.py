@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchspec.config import Config, longest_draft
+from torchspec.guards import GuardStop
 from torchspec.records import Rollout
 from torchspec.rollout.balance import LengthStats
 from torchspec.rollout.budget import CLASSES, MEASURED, MEDIUM, Budget, CostTable, Step
@@ -159,10 +160,11 @@ class Speculator:
         if self.suffix:
             self.suffix.start(request_id, problem_id, prompt_tokens)
 
-    def end(self, request_id: str) -> None:
-        """A request is done, or was aborted."""
+    def end(self, request_id: str, finished: bool = True) -> None:
+        """A request is done, or was lost: then its length says nothing."""
         request = self._requests.pop(request_id)
-        self.budget.finished(request.expected, request.generated)
+        if finished:
+            self.budget.finished(request.expected, request.generated)
         if self.suffix:
             self.suffix.stop(request_id)
 
@@ -328,9 +330,8 @@ class Speculator:
 
     def _count(self, request: _Request, tested: int, hits: int) -> None:
         if tested > request.chain + request.tail:
-            raise RuntimeError(
-                f"{tested} draft tokens were verified, proposed were {request.chain + request.tail}"
-            )
+            proposed = request.chain + request.tail
+            raise GuardStop(f"{tested} draft tokens were verified, proposed were {proposed}: not lossless")
         chain = min(request.chain, tested)
         self._by_class[request.kind].add(0, tested, hits)
         if self.suffix:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +17,19 @@ import torch.distributed as dist
 
 from torchspec.config import Config, ConfigError, longest_draft
 from torchspec.models.spec import read_json
-from torchspec.records import Rollout, SpecStats
+from torchspec.records import Rollout
 from torchspec.rollout import vllm_cpu
 from torchspec.rollout.balance import LengthStats
 from torchspec.rollout.budget import MEASURED, CostTable, given_costs
 from torchspec.rollout.calibration import measure
 from torchspec.rollout.engine import Counters, Request, Sampling
 from torchspec.rollout.speculator import Speculator
+from torchspec.rollout.vllm_call import Sample, run, spec_stats
 from torchspec.rollout.vllm_hook import Forced, Hook, NoProposals
 from torchspec.rollout.vllm_setup import (
     CPU_KV_CACHE_GB,
     Positions,
+    built_alone,
     check_draft,
     check_version,
     own_draft_head,
@@ -92,8 +94,6 @@ class VllmEngine:
         self.lengths = lengths or LengthStats(default=config.rollout.max_new_tokens)
         given = given_costs(config.budget)
         self.counters = Counters()
-        self.policy_version = 0
-        self.draft_version = 0
         self._max_len = config.model.max_len
         self._on_cpu = device_type == "cpu"
         self._sleeps = device_type == "cuda" and config.rollout.sleep
@@ -105,56 +105,52 @@ class VllmEngine:
         prepare_environment(device_type)
         if self._on_cpu:
             vllm_cpu.mend()
-        from vllm import LLM
-
-        from torchspec.rollout import weights
-
-        arguments = self._arguments(config, Path(policy_folder), draft_folder, seed)
-        with process_kept(), own_draft_head():
-            try:
-                self._llm = LLM(**arguments, weight_transfer_config={"backend": weights.BACKEND})
-            except ValueError as error:  # the way vLLM refuses a configuration (also pydantic's)
-                reason = " ".join(str(error).split())
-                raise ConfigError(
-                    f"vLLM refuses [rollout] or model.max_len of this config: {reason}"
-                ) from error
-        self._llm.init_weight_transfer_engine({"init_info": {}})
-        self._shared = self._ask(_shared_names)
-        if draft_folder is not None and self._shared is None:
-            self.close()
-            raise RuntimeError(f"vLLM came up without a drafter, though it was given {draft_folder}")
+        self._origin = config, Path(policy_folder), draft_folder, seed
         self._requests = 0
-        self._hook: Hook | None = None
+        self._samples: list[Sample] = []
         self.cost: CostTable | None = None
         self.speculator: Speculator | None = None
-        if "speculative_config" in arguments:
-            self._hook = self._ask(lambda worker: Hook(worker.model_runner))
+        self._start()
+        if self._hook:
             if config.budget.policy in MEASURED:
                 self.cost = given or self._calibrate(config, policy_config["vocab_size"])
             self.speculate(Speculator(config, self.lengths, self.cost, window))
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
         """See `Engine.generate`. Each sample is a vLLM request; extra_args carries its problem's id."""
-        from vllm import TokensPrompt
-
         samples = [(request, index) for request in requests for index in range(request.samples)]
-        parameters = [
-            self._parameters(request, None if sampling.seed is None else sampling.seed + position, sampling)
-            for position, (request, _) in enumerate(samples)
-        ]
-        prompts = [TokensPrompt(prompt_token_ids=request.prompt_tokens) for request, _ in samples]
+        self._samples = []
+        for position, (request, index) in enumerate(samples):
+            seed = None if sampling.seed is None else sampling.seed + position
+            self._samples.append(Sample(request, index, self._parameters(request, seed, sampling)))
+        return self.go_on()
+
+    def go_on(self) -> list[Rollout]:
+        left = [sample for sample in self._samples if sample.rollout is None]
         if self.speculator:
-            self.speculator.announce(len(samples))
+            self.speculator.announce(len(left))
         start = time.perf_counter(), time.thread_time()
-        outputs = self._run(prompts, parameters)
-        self.counters.seconds += time.perf_counter() - start[0]
-        self.counters.thread_seconds += time.thread_time() - start[1]
+        try:
+            self._run(left, self._keep)
+        finally:
+            self.counters.seconds += time.perf_counter() - start[0]
+            self.counters.thread_seconds += time.thread_time() - start[1]
         if self._hook:
             self._hook.forget()
-        return [
-            self._rollout(request, index, output)
-            for (request, index), output in zip(samples, outputs, strict=True)
-        ]
+        rollouts = [sample.rollout for sample in self._samples if sample.rollout]
+        assert len(rollouts) == len(self._samples), "vLLM left requests unanswered"
+        return rollouts
+
+    def restart(self) -> None:
+        if self._hook:
+            self._hook.forget({sample.id for sample in self._samples if sample.rollout is None})
+            self._hook = None  # it holds the dead engine's runner
+        size = self._cache_bytes()  # what is free by now says nothing of what the trainer will need
+        self.close()
+        with built_alone():
+            self._start(kv_cache_memory_bytes=size)
+        if self._hook:
+            self._hook.speculator = self.speculator
 
     def speculate(self, speculator: Speculator | None) -> None:
         """Let `speculator` draft from now on; None: nobody, at no cost.
@@ -219,6 +215,31 @@ class VllmEngine:
         if not self._on_cpu:
             torch.cuda.empty_cache()
 
+    def _start(self, **given: Any) -> None:
+        from vllm import LLM
+
+        from torchspec.rollout import weights
+
+        arguments = self._arguments(*self._origin) | given
+        with process_kept(), own_draft_head():
+            try:
+                self._llm = LLM(**arguments, weight_transfer_config={"backend": weights.BACKEND})
+            except ValueError as error:  # the way vLLM refuses a configuration (also pydantic's)
+                reason = " ".join(str(error).split())
+                raise ConfigError(
+                    f"vLLM refuses [rollout] or model.max_len of this config: {reason}"
+                ) from error
+        self._llm.init_weight_transfer_engine({"init_info": {}})
+        self._shared = self._ask(_shared_names)
+        draft_folder = self._origin[2]
+        if draft_folder is not None and self._shared is None:
+            self.close()
+            raise RuntimeError(f"vLLM came up without a drafter, though it was given {draft_folder}")
+        self._hook: Hook | None = None
+        if "speculative_config" in arguments:
+            self._hook = self._ask(lambda worker: Hook(worker.model_runner))
+        self.policy_version = self.draft_version = 0
+
     def _arguments(
         self, config: Config, policy_folder: Path, draft_folder: str | Path | None, seed: int
     ) -> dict[str, Any]:
@@ -269,14 +290,14 @@ class VllmEngine:
             "rejection_sample_method": "standard",
         }
 
-    def _run(self, prompts: list[Any], parameters: list[Any]) -> list[RequestOutput]:
+    def _run(self, samples: list[Sample], take: Callable[[Sample, RequestOutput], None]) -> None:
         # On CPU compiling vLLM's small sampling helpers costs 14 s at their first use and gains nothing.
         with torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext():
-            return self._llm.generate(prompts, parameters, use_tqdm=False)
+            run(self._llm, samples, take)
 
     def _calibrate(self, config: Config, vocabulary: int) -> CostTable:
         """Measure a step's time by tokens and batch, with garbage for drafts."""
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
 
         hook = self._hook
         assert hook is not None
@@ -284,18 +305,24 @@ class VllmEngine:
         def run(schedule: list[int], batch: int) -> Forced:
             model_tokens = config.rollout.num_draft_tokens if self._shared is not None else 0
             hook.forced = Forced(schedule, vocabulary, model_tokens, batch)
-            prompts = [TokensPrompt(prompt_token_ids=[2 + i % (vocabulary - 2)] * 4) for i in range(batch)]
             tokens = min(2 * len(schedule) + 2, self._max_len - 4)
             limit = SamplingParams(
                 max_tokens=tokens, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False
             )
-            self._run(prompts, [limit] * batch)
+            requests = [
+                Request(problem_id="", prompt_tokens=[2 + i % (vocabulary - 2)] * 4) for i in range(batch)
+            ]
+            self._run([Sample(request, 0, limit) for request in requests], lambda *_: None)
             forced, hook.forced = hook.forced, None
             return forced
 
         table = measure(run, config.rollout.max_num_seqs, longest_draft(config))
         self._drop_prefixes()
         return table
+
+    def _cache_bytes(self) -> int:
+        client: Any = self._llm.llm_engine.engine_core
+        return client.engine_core.available_gpu_memory_for_kv_cache
 
     def _drop_prefixes(self) -> None:
         if not self._llm.reset_prefix_cache():
@@ -323,22 +350,23 @@ class VllmEngine:
             extra_args={"problem_id": request.problem_id, "id": f"{self._requests:010}"},
         )
 
-    def _rollout(self, request: Request, index: int, output: RequestOutput) -> Rollout:
+    def _keep(self, sample: Sample, output: RequestOutput) -> None:
         completion: Any = output.outputs[0]  # its logprobs are flat, and it has finished
+        request = sample.request
         self.counters.samples += 1
         self.counters.prompt_tokens += len(request.prompt_tokens)
         self.counters.cached_tokens += output.num_cached_tokens or 0
         self.counters.tokens += len(completion.token_ids)
-        return Rollout(
+        sample.rollout = Rollout(
             problem_id=request.problem_id,
-            sample=index,
+            sample=sample.index,
             prompt_tokens=request.prompt_tokens,
             tokens=list(completion.token_ids),
             logprobs=list(completion.logprobs.logprobs),
             finish=completion.finish_reason,
             policy_version=self.policy_version,
             draft_version=self.draft_version,
-            spec=_spec_stats(completion.spec_decode_metrics),
+            spec=spec_stats(completion.spec_decode_metrics),
         )
 
     def _load(self, weights: NamedWeights) -> None:
@@ -370,19 +398,3 @@ def _shared_names(worker: Any) -> frozenset[str] | None:
         return None
     names = {"embed_tokens.weight"} if draft.model.embed_tokens is policy.model.embed_tokens else set()
     return frozenset(names | ({"lm_head.weight"} if draft.lm_head is policy.lm_head else set()))
-
-
-def _spec_stats(metrics: Any) -> SpecStats | None:
-    """vLLM's lists per verify step -> counts per draft position."""
-    if metrics is None:
-        return None
-    steps = [
-        (drafted, accepted)
-        for drafted, accepted in zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True)
-        if drafted
-    ]
-    return SpecStats(
-        steps=len(steps),
-        drafted=[sum(d > j for d, _ in steps) for j in range(metrics.num_spec_tokens)],
-        accepted=[sum(a > j for _, a in steps) for j in range(metrics.num_spec_tokens)],
-    )

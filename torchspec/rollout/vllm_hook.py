@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,11 +111,11 @@ class Hook:
         self.speculator.spend(self._clock() - entered - model_seconds, model_seconds)
         return drafts
 
-    def forget(self) -> None:
-        """All requests are done; vLLM would tell us with the next step only."""
+    def forget(self, lost: Collection[str] = ()) -> None:
+        """No request runs any more, `lost` (our ids) unfinished; vLLM would tell us with the next step only."""
         if self.speculator:
             for own in sorted(self._known.values()):
-                self.speculator.end(own)
+                self.speculator.end(own, finished=own not in lost)
         self._known.clear()
         self._chains.clear()
 

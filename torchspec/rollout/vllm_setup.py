@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchspec.config import ConfigError
@@ -104,6 +106,29 @@ def world_kept() -> Generator[None]:
         yield
     finally:
         core.cleanup_dist_env_and_memory = cleanup
+
+
+@contextmanager
+def built_alone() -> Generator[None]:
+    """Build an engine of a given KV cache size while other ranks do something else.
+
+    Launched by torchrun, vLLM lets all ranks agree on that size. Its process groups are there already: `world_kept`
+    has spared them. The global generators go on where they are: seeded as for the first engine, they would give
+    the same samples after every restart.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
+
+    agree = ExecutorWithExternalLauncher.determine_available_memory
+    ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
+    states = random.getstate(), np.random.get_state()
+    try:
+        used = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=used):
+            yield
+    finally:
+        ExecutorWithExternalLauncher.determine_available_memory = agree
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 @contextmanager
