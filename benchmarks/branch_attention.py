@@ -7,11 +7,12 @@ The first takes an hour on two cores (`--skip` leaves out the slowest), the seco
 
 One document, passes 1..K of training-time test, every scheme doing all of them:
 
-    ours    branch_attention: causal flash over the trunk, branches merged in closed form
+    ours    branch_attention: causal flash over the trunk (on the CPU, in fp32, on oneDNN's products where
+            documents are long), branches merged in closed form
     dense   (a) SDPA over the keys of all passes side by side, under a dense mask
     flex    (b) the same under a compiled flex_attention block mask; on the CPU it has no backward
     eager   (c) matmul, mask, concatenated diagonals, softmax: as SpecForge and EAGLE do
-    flash   (d) the limit: K plain causal flash passes, no branches
+    flash   (d) K plain causal passes of torch's own flash kernel, no branches
 
 Each measurement is a process of its own, so that its peak memory is its own; compare within one run only.
 The bars compare CPU time on one thread, which a machine's other load disturbs least. On CUDA, inputs are bf16,

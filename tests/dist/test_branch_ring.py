@@ -382,7 +382,7 @@ def check_errors(mesh: Mesh) -> None:
                     op(y.q, y.k, y.v, y.branch_k, y.branch_v, y.cu, **{"group": group(), **options})
         with pytest.raises(ValueError, match=r"k has .* rows; rank"):
             trunk_gather(x.k[1:], x.v[1:], x.cu, group=group())
-        with pytest.raises(ValueError, match="takes ring or gather"):
+        with pytest.raises(ValueError, match="must be ring, gather or passq"):
             context_attention(x.q, x.k, x.v, x.cu, group=group(), transport="auto")
     assert not sent
 
