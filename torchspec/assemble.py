@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchspec.attention import Traffic, choose_transport
 from torchspec.config import Config, ConfigError
 from torchspec.data import check_tokenizer
 from torchspec.draft.eagle3 import FSDP_METHODS, DraftSpec, Eagle3
@@ -131,6 +132,23 @@ def sampling_of(config: Config) -> Sampling:
 
 def compute_dtype(config: Config) -> torch.dtype:
     return getattr(torch, config.model.dtype)
+
+
+def policy_transport(config: Config, spec: PolicySpec, ranks: int) -> str:
+    """How the policy's keys and values cross `ranks` context-parallel ranks; of no meaning for one."""
+    if ranks == 1:
+        return "ring"
+    traffic = Traffic(
+        tokens=config.train.pack_tokens,
+        queries=config.train.pack_tokens,
+        size=ranks,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        itemsize=compute_dtype(config).itemsize,
+        layers=spec.layers,
+    )
+    return choose_transport(traffic, config.parallel.attention)
 
 
 def check_world(config: Config, mesh: Mesh, problems: int, held_out: int) -> None:

@@ -8,25 +8,25 @@ out: docs/durability.md.
 from __future__ import annotations
 
 import dataclasses
-import weakref
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch import Tensor, nn
 
-from torchspec.assemble import compute_dtype, draft_spec
-from torchspec.attention import branch_attention
+from torchspec.assemble import compute_dtype, draft_spec, policy_transport
 from torchspec.config import Config, ConfigError
 from torchspec.draft.eagle3 import DraftSpec, Eagle3
+from torchspec.draft.trainer import DraftTrainer
 from torchspec.mesh import dp_size
+from torchspec.meta_bytes import draft_bytes, layer_bytes, logits_bytes
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import tiny_spec
-from torchspec.packing import pack
-from torchspec.records import Batch, Rollout
+from torchspec.parallel.holding import Moment, moments, schedule_order
+from torchspec.parallel.order import stage_ranks
+from torchspec.parallel.split import split_layers, tap_names
 from torchspec.rollout.vllm_setup import CPU_KV_CACHE_GB
 from torchspec.run_folder import flat
 
@@ -35,36 +35,37 @@ MB = 2**20
 
 @dataclasses.dataclass(kw_only=True)
 class RankMemory:
-    """Bytes on one rank of a pipeline stage."""
+    """Bytes on one rank of a pipeline: of every kind the most there is at a time, which is not the same time
+    for all of them; `training_peak` is the most there is of all together."""
 
     parameters: int
+    """fp32 masters of policy and draft, this rank's shard; so are the gradients and AdamW's two moments."""
     gradients: int
+    """In a pipeline the policy's are added up in full, and only sharded at the update's end."""
     optimizer: int
+    reference: int
+    """The frozen policy of the KL term."""
     gathered: int
-    """Full weights of the two largest units that FSDP gathers, in the compute dtype."""
+    """The policy's full weights while it is trained, in the compute dtype: those outside of layers and of two
+    layers, in a pipeline all of the rank's."""
     activations: int
-    """What the policy's forward keeps for its backward; taps are among it as long as it lives."""
+    """What the policy's forwards keep for their backward, of all microbatches in flight."""
     backward: int
     """What the backward of one policy layer has beside that, recomputed activations included."""
     logits: int
-    """The policy's logits of one chunk of rows: logits, log-softmax, gradient and a copy, fp32."""
+    """What one chunk of rows takes from the policy's last hidden state to its log-probabilities."""
     taps: int
+    """The draft's inputs, on their way and waiting, which activations do not hold anyway."""
     trunk: int
-    """The draft's keys and values of all passes."""
-    passes: int
-    """What else the draft's passes keep and their backward has, students and teachers included."""
+    """The draft's keys and values of the whole pack, and their gradient where it is in full."""
     draft_logits: int
     """Those of policy and draft for one chunk of the draft's rows."""
+    passes: int
+    """What else the draft's training takes: its full weights and gradients, its passes, the policy's head."""
     engine: int
     """Policy and draft as the engine has them."""
     kv_cache: int
-
-    @property
-    def training_peak(self) -> int:
-        """The policy's backward and the draft's passes come one after the other."""
-        always = self.parameters + self.gradients + self.optimizer + self.gathered
-        policy = self.activations + max(self.backward, self.logits)
-        return always + max(policy, self.taps + self.trunk + self.passes + self.draft_logits)
+    training_peak: int
 
     @property
     def total(self) -> int:
@@ -83,13 +84,13 @@ def report(config: Config, world: str) -> str:
     lines = [f"{key} = {value!r}" for key, value in flat(dataclasses.asdict(config)).items()] + [""]
     lines.append(f"mesh: {ranks} ranks = pp {parallel.pp} x dp_shard {replicas} x cp {parallel.cp}")
     spec = policy_spec(config)
-    stages = [estimate(config, spec, ranks, stage) for stage in range(parallel.pp)]
-    per_stage = ranks // parallel.pp
-    names = [field.name for field in dataclasses.fields(RankMemory)] + ["training_peak", "total"]
-    header = [f"ranks {i * per_stage}-{(i + 1) * per_stage - 1}" for i in range(parallel.pp)]
+    places = [estimate(config, spec, ranks, place) for place in range(parallel.pp)]
+    each = ranks // parallel.pp
+    names = [field.name for field in dataclasses.fields(RankMemory)] + ["total"]
+    header = [f"ranks {i * each}-{(i + 1) * each - 1}" for i in range(parallel.pp)]
     lines.append(f"{'MB per rank':16}" + "".join(f"{name:>14}" for name in header))
     for name in names:
-        lines.append(f"{name:16}" + "".join(f"{getattr(stage, name) / MB:14.1f}" for stage in stages))
+        lines.append(f"{name:16}" + "".join(f"{getattr(place, name) / MB:14.1f}" for place in places))
     return "\n".join(lines)
 
 
@@ -105,52 +106,154 @@ def policy_spec(config: Config) -> PolicySpec:
     return PolicySpec.from_hf(model.source, model.max_len)
 
 
-def estimate(config: Config, spec: PolicySpec, ranks: int, stage: int = 0) -> RankMemory:
-    """Bytes on the fullest rank of a pipeline stage: layers are dealt evenly, the last stage has head and draft."""
-    parallel = config.parallel
-    shards = ranks // parallel.pp
-    dtype = compute_dtype(config)
+def estimate(config: Config, spec: PolicySpec, ranks: int, pp_rank: int = 0) -> RankMemory:
+    """Bytes on the fullest rank of those that share a place in their pipelines.
+
+    Raises:
+        ConfigError: layers that cannot be split as asked for.
+    """
+    parallel, dtype = config.parallel, compute_dtype(config)
     rows = -(-config.train.pack_tokens // parallel.cp)
-    last = stage == parallel.pp - 1
+    hidden = rows * spec.dim * dtype.itemsize
+    pipeline = _Pipeline(config, spec, ranks)
+    last = len(pipeline.split) - 1
+    mine = [stage for stage, rank in enumerate(pipeline.where) if rank == pp_rank]
     with torch.device("meta"):
-        recompute = config.train.activation_checkpointing
-        policy = Policy(spec, activation_checkpointing=recompute).to(dtype)
-        draft = _meta_draft(draft_spec(config, spec)) if config.draft.enabled and last else None
-    layers = policy.layers[stage :: parallel.pp]
-    ends = _ends(policy, first=stage == 0, last=last)
-    trained = [*(p for layer in layers for p in layer.parameters()), *ends]
-    drafted = list(draft.parameters()) if draft else []
-    shard_bytes = sum(_shard(p, shards) for p in (*trained, *drafted)) * 4  # fp32 masters
-    units = [sum(p.numel() for p in layers[0].parameters()), sum(p.numel() for p in ends)]
-    units += [sum(p.numel() for p in drafted)]
-    trunk = passes = draft_logits = 0
-    taps = 0
-    if draft:
-        taps = rows * spec.dim * (len(draft.spec.aux_layers) + 2) * dtype.itemsize
-        block = min(config.draft.row_block or rows, rows)
-        trunk, passes = _draft_bytes(draft.to(dtype), rows, block, config.draft.ttt_steps)
-        chunk = min(config.draft.loss_rows, block * config.draft.ttt_steps)
-        draft_logits = 4 * 4 * chunk * draft.spec.draft_vocab_size
-    chunk = min(config.train.logprob_rows, rows)
-    policy_logits = 4 * 4 * chunk * spec.vocab_size if last else 0
-    kept, backward = _layer_bytes(config, policy, rows)
-    weights = sum(p.numel() for p in policy.parameters()) + sum(p.numel() for p in drafted)
-    kv = config.rollout.kv_cache_gb or (CPU_KV_CACHE_GB if not torch.cuda.is_available() else 0)
+        policy = Policy(spec, activation_checkpointing=config.train.activation_checkpointing).to(dtype)
+        draft = _meta_draft(draft_spec(config, spec)).to(dtype) if config.draft.enabled else None
+    layers = [policy.layers[i] for stage in mine for i in pipeline.split[stage]]
+    weights = _weights(layers, _ends(policy, first=0 in mine, last=last in mine), ranks, parallel.pp, dtype)
+    drafted = 4 * sum(_shard(p, ranks // parallel.pp) for p in draft.parameters()) if draft else 0
+    learned = drafted if config.draft.train_every else 0
+    reference = weights.shard if config.rl.kl_coef else 0
+
+    transport = policy_transport(config, spec, parallel.cp)
+    kept, backward = layer_bytes(policy, rows, dtype, parallel.cp, transport)
+    # The embedding's output or what came from below; of the last stage also the normed output, and its chunks.
+    in_stage = {s: hidden * (3 if s == last else 1) + kept * len(pipeline.split[s]) for s in mine}
+    logits = logits_bytes(spec, min(config.train.logprob_rows, rows), dtype) + hidden if last in mine else 0
+    trunk = draft_logits = training = 0
+    if draft and learned and pp_rank in pipeline.sinks:
+        trunk, draft_logits, training = _draft_bytes(config, draft, rows)
+
+    always = 3 * weights.shard + drafted + 3 * learned + reference
+    in_flight = taps = peak = 0
+    for moment in pipeline.moments(pp_rank):
+        activations = sum(in_stage[stage] * count for stage, count in moment.in_flight.items())
+        held = always + activations + moment.taps * hidden
+        held += weights.shard if moment.last else weights.gathered + weights.gradients
+        if moment.doing == "draft":
+            held += training
+        elif moment.doing == "B":
+            held += max(backward + weights.reducing, logits if moment.stage == last else 0)
+        in_flight, taps = max(in_flight, activations), max(taps, moment.taps * hidden)
+        peak = max(peak, held)
+    if parallel.pp > 1 and (reference or config.rl.minibatches > 1):
+        # Before an update every pack is scored; what came from below and goes on above is kept for all packs.
+        ways = sum((stage > 0) + (stage < last) for stage in mine)
+        peak = max(peak, always + weights.gathered + len(pipeline.sinks) * ways * hidden)
     return RankMemory(
-        parameters=shard_bytes,
-        gradients=shard_bytes,
-        optimizer=2 * shard_bytes,
-        gathered=sum(sorted(units)[-2:]) * dtype.itemsize,
-        taps=taps,
-        activations=kept * len(layers),
+        parameters=weights.shard + drafted,
+        gradients=weights.gradients + learned,
+        optimizer=2 * (weights.shard + learned),
+        reference=reference,
+        gathered=weights.gathered,
+        activations=in_flight,
         backward=backward,
-        logits=policy_logits,
+        logits=logits,
+        taps=taps,
         trunk=trunk,
-        passes=passes,
         draft_logits=draft_logits,
-        engine=weights * dtype.itemsize,
-        kv_cache=int(kv * 2**30),
+        passes=training - trunk - draft_logits,
+        engine=sum(p.numel() for m in (policy, draft) if m for p in m.parameters()) * dtype.itemsize,
+        kv_cache=_kv_cache(config),
+        training_peak=peak,
     )
+
+
+class _Weights(NamedTuple):
+    """The policy's, on one rank in bytes: fp32 shard, and while it is trained full weights, gradients, and
+    gradients on their way to their shards."""
+
+    shard: int
+    gathered: int
+    gradients: int
+    reducing: int
+
+
+def _weights(
+    layers: list[nn.Module], ends: list[Tensor], ranks: int, stages: int, dtype: torch.dtype
+) -> _Weights:
+    a_layer = sum(p.numel() for p in layers[0].parameters())
+    outside = sum(p.numel() for p in ends)
+    trained = [*(p for layer in layers for p in layer.parameters()), *ends]
+    shard = 4 * sum(_shard(p, ranks // stages) for p in trained)
+    if stages == 1:
+        # Those outside of layers, a layer's and the next one's; a layer's gradients are also sent in fp32.
+        size = dtype.itemsize
+        return _Weights(shard, (outside + 2 * a_layer) * size, shard, 4 * a_layer + outside * size)
+    whole = len(layers) * a_layer + outside  # until a schedule ends
+    return _Weights(shard, whole * dtype.itemsize, 4 * whole, 0)
+
+
+def _draft_bytes(config: Config, draft: Eagle3, rows: int) -> tuple[int, int, int]:
+    """Of the draft's training on one pack: trunk, a chunk's logits, and all there is at most, these included."""
+    settings, spec, dtype = config.draft, draft.spec, draft.fc.weight.dtype
+    trainer = DraftTrainer(
+        draft,
+        passes=settings.ttt_steps,
+        pass_decay=settings.pass_decay,
+        loss_rows=settings.loss_rows,
+        row_block=settings.row_block,
+    )
+    weights = sum(p.numel() for p in draft.parameters())
+    head = spec.draft_vocab_size * spec.dim
+    # Full weights in the compute dtype and their gradients in fp32; on meta these are in the compute dtype.
+    training = draft_bytes(trainer, rows) + weights * 4 + head * dtype.itemsize
+    keys = 2 * spec.kv_heads * spec.head_dim
+    whole, acc = config.train.pack_tokens * keys, torch.promote_types(dtype, torch.float32).itemsize
+    # Every rank has the keys and values of all, the sum of their gradients, and one pass's share.
+    training += (whole - rows * keys) * (dtype.itemsize + 2 * acc)
+    chunk = min(settings.loss_rows, min(settings.row_block or rows, rows) * settings.ttt_steps)
+    return whole * (dtype.itemsize + 2 * acc), 4 * 4 * chunk * spec.draft_vocab_size, training
+
+
+def _kv_cache(config: Config) -> int:
+    gb = config.rollout.kv_cache_gb or (0 if torch.cuda.is_available() else CPU_KV_CACHE_GB)
+    return int(gb * 2**30)
+
+
+class _Pipeline:
+    """Which stages there are, who runs them when, and who trains the draft; one stage where there is no pipeline."""
+
+    def __init__(self, config: Config, spec: PolicySpec, ranks: int) -> None:
+        parallel = config.parallel
+        self.split = split_layers(spec.layers, parallel.schedule, parallel.pp, parallel.layers_per_stage)
+        if parallel.pp == 1:
+            self.split = [range(spec.layers)]
+        self.where = stage_ranks(parallel.schedule, parallel.pp, len(self.split))
+        microbatches = _microbatches(config, dp_size(parallel, ranks))
+        self.order = schedule_order(parallel.schedule, parallel.pp, len(self.split), microbatches)
+        last = parallel.pp == 1 or config.draft.placement == "last"
+        self.sinks = [self.where[-1] if last else m % parallel.pp for m in range(microbatches)]
+        self.sources = {}
+        if config.draft.enabled and config.draft.train_every:
+            names = tap_names(self.split, draft_spec(config, spec).aux_layers)
+            self.sources = {stage: len(made) for stage, made in names.items()}
+
+    def moments(self, rank: int) -> Iterator[Moment]:
+        return moments(self.order, rank, self.where, self.sources, self.sinks)
+
+
+def _microbatches(config: Config, replicas: int) -> int:
+    """Of one update, if every response is as long as can be; without a pipeline they come one by one."""
+    if config.parallel.pp == 1:
+        return 1
+    rollouts = config.rollout.problems_per_step * config.rollout.samples_per_problem
+    of_update = -(-rollouts // (replicas * config.rl.minibatches))
+    a_pack = max(1, config.train.pack_tokens // config.model.max_len)
+    count = -(-of_update // a_pack)
+    return count + -count % config.parallel.pp
 
 
 def _ranks(world: str) -> int:
@@ -174,90 +277,3 @@ def _ends(policy: Policy, *, first: bool, last: bool) -> list[Tensor]:
 def _shard(p: Tensor, shards: int) -> int:
     """Elements of the largest shard: FSDP2 splits the first dimension."""
     return -(-p.shape[0] // shards) * (p.numel() // p.shape[0])
-
-
-def _layer_bytes(config: Config, policy: Policy, rows: int) -> tuple[int, int]:
-    """What one policy layer keeps for its backward, and the most it has beyond that during its backward."""
-    h = torch.empty(1, rows, policy.spec.dim, device="meta", dtype=compute_dtype(config), requires_grad=True)
-    batch, live = _meta_batch(rows), LiveBytes()
-    with live:
-        out = policy._run_layer(policy.layers[0], h, batch)
-        kept = live.now
-        out.backward(torch.empty_like(out))
-    return kept, live.peak - kept
-
-
-def _draft_bytes(draft: Eagle3, rows: int, block: int, passes: int) -> tuple[int, int]:
-    """Keys and values of all passes; the most that the draft has besides: the trunk of all rows, and one block's
-    passes, students, teachers and gradients."""
-    spec, dtype, layer = draft.spec, draft.fc.weight.dtype, draft.midlayer
-
-    def empty(n: int, dim: int = spec.dim) -> Tensor:
-        return torch.empty(n, dim, device="meta", dtype=dtype, requires_grad=True)
-
-    def positions(n: int) -> Tensor:
-        return torch.zeros(n, dtype=torch.int64, device="meta")
-
-    cu_seqlens, live = torch.tensor([0, block], dtype=torch.int32), LiveBytes()
-    with live:
-        start = draft._project([empty(rows) for _ in spec.aux_layers])
-        trunk = layer.self_attn.keys(layer.inputs(empty(rows), start), positions(rows))
-        hidden, stash, students = empty(block), [], []
-        for _ in range(passes):
-            x = layer.inputs(empty(block), hidden)
-            stash.append(layer.self_attn.keys(x, positions(block)))
-            keys, values = map(list, zip(*stash))
-            queries = layer.self_attn.queries(x, positions(block))
-            attended, _ = branch_attention(queries, keys[0], values[0], keys[1:], values[1:], cu_seqlens)
-            hidden = layer.outputs(hidden, attended)
-            students.append(draft.norm(hidden))
-            hidden = students[-1] if spec.norm_output else hidden
-        student, teacher = torch.cat(students), empty(passes * block)
-        student.backward(torch.empty_like(student))
-        torch.autograd.backward([start, *trunk], [torch.empty_like(x) for x in (start, *trunk)])
-        del teacher
-    kv = 2 * spec.kv_heads * spec.head_dim * dtype.itemsize * (rows + block * passes)
-    return kv, live.peak - kv
-
-
-def _meta_batch(rows: int) -> Batch:
-    """A pack of one document."""
-    rollout = Rollout(
-        problem_id="",
-        sample=0,
-        prompt_tokens=[0],
-        tokens=[0] * (rows - 1),
-        logprobs=[0.0] * (rows - 1),
-        finish="stop",
-        policy_version=0,
-        draft_version=0,
-    )
-    return pack([rollout], rows, 1)[0].to(torch.device("meta"))
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the storages on the meta device that are made while it is entered, less those that have died."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._count, out)
-        return out
-
-    def _count(self, x: Tensor) -> None:
-        storage = x.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if x.device.type != "meta" or key in self._known:
-            return
-
-        def died(_: object) -> None:
-            self.now -= size
-            del self._known[key]
-
-        self._known[key] = weakref.ref(storage, died)
-        self.now += size
-        self.peak = max(self.peak, self.now)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from torchspec import packing
-from torchspec.assemble import compute_dtype
-from torchspec.attention import Traffic, choose_transport
+from torchspec.assemble import compute_dtype, policy_transport
 from torchspec.config import Config
 from torchspec.draft.blocks import pass_counts
 from torchspec.draft.trainer import DraftTrainer
@@ -67,7 +66,7 @@ class Learner:
         self.policy_optimizer = policy_optimizer
         self.draft = draft
         self.reference = reference
-        self.transport = self._transport() if mesh.cp_size > 1 else "ring"
+        self.transport = policy_transport(config, policy.spec, mesh.cp_size)
         self._check: Callable[[], None] = lambda: None
         self._watch = Stopwatch(mesh.device)
 
@@ -153,20 +152,6 @@ class Learner:
             local_rows(batch, group, self.transport).to(self.mesh.device)
             for batch in packing.pack(rollouts, size, count)
         ]
-
-    def _transport(self) -> str:
-        spec, tokens = self.policy.spec, self.config.train.pack_tokens
-        traffic = Traffic(
-            tokens=tokens,
-            queries=tokens,
-            size=self.mesh.cp_size,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            itemsize=compute_dtype(self.config).itemsize,
-            layers=spec.layers,
-        )
-        return choose_transport(traffic, self.config.parallel.attention)
 
     def _global_tokens(self, packs: list[Batch]) -> float:
         valid = torch.stack([batch.target_mask.sum() for batch in packs]).sum()

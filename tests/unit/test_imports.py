@@ -17,7 +17,7 @@ LAYERS = [
     {"models", "draft", "parallel", "rollout"},
     {"policy_loss", "optim", "state_files", "checkpoint", "export", "refit", "metrics", "plots"},
     {"assemble", "learner"},
-    {"warmup", "generate", "bench", "export_run", "dry_run"},
+    {"warmup", "generate", "bench", "export_run", "dry_run", "meta_bytes"},
     {"trainer"},
     {"cli"},
 ]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
-from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
+from torchspec.parallel.holding import schedule_order
 from torchspec.parallel.order import (
     Action,
     Order,
     certain,
-    read_order,
     ring_depth,
     run_order,
     stage_ranks,
@@ -26,15 +24,8 @@ SCHEDULES = ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]
 
 def make_order(name: str, ranks: int, microbatches: int) -> tuple[Order, list[int]]:
     """The order of torch's own schedule object, and the rank of each stage."""
-    if name in ("1F1B", "GPipe"):
-        return run_order(name, ranks, microbatches), stage_ranks(name, ranks, ranks)
-    kind = ScheduleInterleaved1F1B if name == "Interleaved1F1B" else ScheduleZBVZeroBubble
-    stages = [
-        SimpleNamespace(num_stages=2 * ranks, group_size=ranks, group_rank=0, submod=None, is_last=False)
-        for _ in range(2)
-    ]
-    schedule = kind(stages, microbatches, loss_fn=lambda *_: None)
-    return read_order(schedule.pipeline_order), stage_ranks(name, ranks, 2 * ranks)
+    stages = ranks if name in ("1F1B", "GPipe") else 2 * ranks
+    return schedule_order(name, ranks, stages, microbatches), stage_ranks(name, ranks, stages)
 
 
 def sinks_of(placement: str, ranks: int, where: list[int], microbatches: int) -> list[int]:

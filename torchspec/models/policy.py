@@ -158,6 +158,7 @@ class Policy(nn.Module):
             loss(index, output, batch).backward()
             if train_on and output.taps:
                 train_on(batch, output.taps)
+            del output  # its taps, before the next pack's forward
 
     def _run_layer(self, layer: nn.Module, h: Tensor, batch: Batch) -> Tensor:
         inputs = (h, Context(batch.cu_seqlens, batch.group, batch.transport), batch.positions[None])
@@ -211,7 +212,7 @@ def target_logprobs(
     rows = batch.target_mask.nonzero().squeeze(-1)
     chunks = [
         checkpoint(
-            _chunk_logprobs,
+            chunk_logprobs,
             final[part],
             head,
             batch.targets[part],
@@ -226,9 +227,8 @@ def target_logprobs(
     return zeros.index_put((rows,), logprobs), zeros.index_put((rows,), entropy)
 
 
-def _chunk_logprobs(
-    final: Tensor, head: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def chunk_logprobs(final: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """`target_logprobs` of some rows at once, all of them with a target."""
     logits = F.linear(final, head)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logprobs = logits.log_softmax(-1)
