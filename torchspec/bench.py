@@ -123,11 +123,25 @@ def bench(
         for mode in modes if greedy_check else ():
             if tokens[mode] != tokens[modes[0]]:
                 raise RuntimeError(f"epoch {epoch}: greedy tokens of {mode} differ from those of {modes[0]}")
+    for mode, (ratio, cpu_ratio) in later_ratios(rows).items():
+        print(f" from 2 {mode:<8}{'':>9}{ratio:>7.2f}x{cpu_ratio:>10.2f}x")
     if greedy_check:
         print(f"greedy tokens of {', '.join(modes)} are equal in every epoch")
     engine.close()
     mesh.close()
     return rows
+
+
+def later_ratios(rows: list[Row]) -> dict[str, tuple[float, float]]:
+    """By mode, from the second epoch on: all its tokens over all its time, against "off"; wall and CPU time."""
+
+    def rates(mode: str) -> np.ndarray:
+        own = [row for row in rows if row.mode == mode and row.epoch > 1]
+        times = [(row.tokens / row.tokens_per_s, row.tokens / row.tokens_per_cpu_s) for row in own]
+        return sum(row.tokens for row in own) / np.sum(times, axis=0)
+
+    modes = dict.fromkeys(row.mode for row in rows if row.epoch > 1)
+    return {mode: tuple((rates(mode) / rates("off")).tolist()) for mode in modes if "off" in modes}
 
 
 def _check(modes: list[str], draft: Path | None, epochs: int, out: Path) -> None:
@@ -207,6 +221,7 @@ def _write(out: Path, config: Config, engine: VllmEngine, rows: list[Row]) -> No
         "config": dataclasses.asdict(config),
         "cost": dataclasses.asdict(engine.cost) if engine.cost else None,
         "rows": [dataclasses.asdict(row) for row in rows],
+        "later_ratios": later_ratios(rows),
     }
     (out / "bench.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     _draw(out / "bench.png", rows)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchspec.bench import Row, bench
+from torchspec.bench import Row, bench, later_ratios
 from torchspec.config import Config, ConfigError
 
 
@@ -26,20 +26,24 @@ def test_bad_input_is_refused_before_anything_is_loaded(tmp_path: Path, modes, e
     assert not (tmp_path / out).exists()
 
 
+def made(epoch: int, mode: str, **fields) -> Row:
+    plain = dict(tokens=100, tokens_per_s=50.0, ratio=1.5, tokens_per_cpu_s=60.0, cpu_ratio=1.75, tau=2.5)
+    plain |= dict(drafted=[10, 5, 0], accepted=[9, 1, 0], length_p50=10, length_p99=12, makespan_s=2.0)
+    return Row(epoch=epoch, mode=mode, **(plain | fields))
+
+
 def test_a_row_is_a_line() -> None:
-    row = Row(
-        epoch=2,
-        mode="suffix",
-        tokens=100,
-        tokens_per_s=50.0,
-        ratio=1.5,
-        tokens_per_cpu_s=60.0,
-        cpu_ratio=1.75,
-        tau=2.5,
-        drafted=[10, 5, 0],
-        accepted=[9, 1, 0],
-        length_p50=10,
-        length_p99=12,
-        makespan_s=2.0,
-    )
-    assert " ".join(row.line().split()) == "2 suffix 50.0 1.50x 1.75x 2.50 15 10 10 12 2.00 0.90 0.20"
+    line = made(2, "suffix").line()
+    assert " ".join(line.split()) == "2 suffix 50.0 1.50x 1.75x 2.50 15 10 10 12 2.00 0.90 0.20"
+
+
+def test_later_epochs_are_judged_by_all_tokens_over_all_time() -> None:
+    rows = [made(1, "off", tokens_per_s=9.0), made(1, "suffix", tokens_per_s=1.0)]
+    rows += [made(2, "off", tokens=10, tokens_per_s=10.0), made(3, "off", tokens=30, tokens_per_s=10.0)]
+    # 5 tokens in 1 s, then 95 in 3 s: 25 a second
+    rows += [made(2, "suffix", tokens=5, tokens_per_s=5.0), made(3, "suffix", tokens=95, tokens_per_s=95 / 3)]
+    found = later_ratios(rows)
+    assert found["off"] == pytest.approx((1.0, 1.0))
+    assert found["suffix"] == pytest.approx((2.5, 1.0))
+    assert later_ratios(rows[:2]) == {}
+    assert later_ratios([row for row in rows if row.mode != "off"]) == {}

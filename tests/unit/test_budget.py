@@ -13,6 +13,7 @@ from torchspec.rollout.budget import (
     MEDIUM,
     POLICIES,
     SHORT,
+    Allowance,
     Budget,
     CostTable,
     Step,
@@ -79,14 +80,50 @@ def test_price_floors_have_fixed_thresholds_as_limits():
     count = 16
     uniform = Budget("price", COST, focus=0.0).allow(step(np.arange(1, 17)))
     base, per_token = COST(count, count), COST.marginal(count, count)
-    threshold = count * per_token / base  # p / (1 - p) of equally critical requests
-    np.testing.assert_allclose(uniform.floors / (1 - uniform.floors), threshold)
+    np.testing.assert_allclose(uniform.floors, count * per_token / base)  # equally critical requests
     alone = Budget("price", COST).allow(step([50.0]))
-    assert alone.floors[0] == pytest.approx(per_token / (COST(1, 1) + per_token))
+    assert alone.floors[0] == pytest.approx(per_token / COST(1, 1))
     free = Budget("price", CostTable.linear(0.008, 0.0)).allow(step([1.0, 9.0]))
     assert free.floors.tolist() == [0.0, 0.0]
     assert price_floors(np.array([1e-3, 0.0]), 1e9).tolist() == pytest.approx([1, 1])
     assert price_floors(np.array([0.0]), 1e-3).tolist() == [1.0]
+
+
+def rate_of(budget: Budget, chances: np.ndarray) -> float:
+    """Tokens a second of steps in which each token of a request's draft has the chance `chances` [steps, B]."""
+    batch, time, tokens = chances.shape[1], 0.0, 0.0
+    for row in chances:
+        allowed = budget.allow(step([50.0] * batch))
+        paths = row[:, None] ** np.arange(1, 33)
+        kept = (paths >= allowed.floors[:, None]) & (np.arange(32) < allowed.limits[:, None])
+        emitted, drafted = batch + float(paths[kept].sum()), int(kept.sum())
+        seconds = budget.cost(batch + drafted, batch)
+        budget.observe(drafted, 0, budget.cost(batch, batch) * emitted / batch, seconds)
+        time, tokens = time + seconds, tokens + emitted
+    return tokens / time
+
+
+class FixedFloor(Budget):
+    floor = 0.0
+
+    def allow(self, step: Step) -> Allowance:
+        allowed = super().allow(step)
+        return Allowance(limits=allowed.limits, floors=allowed.floors + self.floor, weights=allowed.weights)
+
+
+@pytest.mark.parametrize("per_token", [1e-5, 1e-4, 5e-4])
+def test_price_finds_the_floor_with_most_tokens_a_second(per_token):
+    """What a token is worth is what it costs to make one in the steps as they are, drafts included."""
+    cost = CostTable.linear(8e-3, per_token)
+    chances = np.random.default_rng(0).beta(1.0, 0.7, (600, 4))
+    own = rate_of(Budget("price", cost, focus=0.0), chances)
+
+    rates = []
+    for floor in np.geomspace(1e-3, 0.9, 40):
+        fixed = FixedFloor("unlimited", cost)
+        fixed.floor = floor
+        rates.append(rate_of(fixed, chances))
+    assert own > 0.998 * max(rates)
 
 
 def test_price_spends_on_the_one_that_ends_last():
@@ -162,6 +199,17 @@ def test_closed_budget_favours_long_requests():
     assert not dear.allow(step([5, 400, 4000])).limits.any()
 
 
+def test_a_closed_budget_recovers_from_a_bad_start():
+    budget, state = Budget("das_closed", CostTable.linear(5e-3, 1e-4)), step([48] * 6)
+    assert budget.allow(state).limits.all()
+    for _ in range(100):
+        budget.observe(100, 1)
+    assert not budget.allow(state).limits.any()
+    for _ in range(500):
+        budget.observe(0, 0)
+    assert budget.allow(state).limits.all()
+
+
 def test_the_estimated_gain_is_the_ratio_of_token_rates():
     budget = Budget("fixed", COST)
     allowance = budget.allow(step([9, 9]))
@@ -208,9 +256,10 @@ def test_a_budgets_state_is_kept():
         Budget("das", CostTable.linear(1, slope), short_below=10, long_from=20) for slope in (0.1, 0.3)
     )
     one.finished(5.0, 300)
-    one.observe(7, 3)
+    one.observe(7, 3, 3.0, 2.0)
     two.load_state_dict(one.state_dict())
     assert two.per_token(4) == one.per_token(4)
+    assert two.prices(np.full(4, 0.25)).tolist() == one.prices(np.full(4, 0.25)).tolist()
     assert two.survival.counts.tolist() == one.survival.counts.tolist()
 
 

@@ -215,3 +215,16 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path):
     ):
         with pytest.raises(ConfigError, match=message):
             replay_command([str(path), *options])
+
+
+def test_the_budget_knows_how_many_wait() -> None:
+    waiting = []
+
+    class Watching(Budget):
+        def allow(self, step):
+            waiting.append(step.waiting)
+            return super().allow(step)
+
+    rollouts = [rollout([5, 6, 7], sample=i) for i in range(5)]
+    replay(rollouts, Scripted([]), Watching("price", COST, max_draft=2), batch=2)
+    assert waiting == [3, 3, 1, 1, 0, 0]

@@ -16,7 +16,7 @@ from torchspec.guards import GuardStop
 from torchspec.records import Rollout
 from torchspec.rollout.balance import LengthStats
 from torchspec.rollout.budget import CostTable
-from torchspec.rollout.speculator import MODEL, SUFFIX, Speculator
+from torchspec.rollout.speculator import MODEL, PATIENCE, PROBES, REST, SUFFIX, Speculator
 from torchspec.rollout.suffix import SuffixDrafter
 
 FREE = CostTable.linear(1.0, 0.0)
@@ -327,11 +327,29 @@ def test_a_draft_that_is_off_is_not_run() -> None:
     assert speculator.plan(["0"]).passes is None
 
 
+def test_a_draft_that_is_not_worth_it_rests_within_an_iteration_too() -> None:
+    cost = CostTable(tokens=[0, 10], batches=[1], seconds=[[1.0, 1.0]], draft=[[3.0, 0.01]])
+    speculator = make("hybrid", cost)
+    speculator._probes = PROBES
+    speculator.begin("0", "p", PROMPT, 100)
+    used = []
+    for _ in range(40):
+        step(speculator, ["0"], [[7]])
+        used.append(speculator._with_model)
+    assert used == [True] * (PATIENCE - 1) + [False] * (41 - PATIENCE)
+    speculator.end("0")
+    for iteration in range(REST):
+        speculator.learn(iteration, [])
+        assert not speculator._with_model
+    speculator.learn(REST, [])
+    assert speculator._with_model
+
+
 def test_a_resting_draft_is_said(caplog) -> None:
     speculator = make("eagle3")
     speculator._worth = -1.0  # an iteration's gains less its costs
     speculator.learn(0, [])
-    assert "iteration 0: the draft model cost more time than it saved" in caplog.text
+    assert "the draft model costs more time than it saves" in caplog.text
     speculator.begin("0", "p", PROMPT, 100)
     speculator.advance(["0"], [TEXT[:1]], [0], [0], 0.0)
     assert speculator.plan(["0"]).passes is None

@@ -1,7 +1,6 @@
 """How many draft tokens a request may propose this step.
 
-A verify step costs t(tokens, batch) seconds, measured. A step's last token of each request is processed anyway,
-so an accepted draft token is free and a rejected one is not. The policies and their formulas: docs/speculation.md.
+A verify step costs t(tokens, batch) seconds, measured. The policies and their formulas: docs/speculation.md.
 Lengths are in tokens, times in seconds; B requests are running.
 """
 
@@ -10,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -74,11 +74,18 @@ class CostTable:
         return first + tokens * each
 
     def _interpolate(self, tokens: float, batch: float) -> tuple[float, float]:
-        grid = np.asarray(self.seconds)
-        row = np.array([np.interp(batch, self.batches, column) for column in grid.T])
-        i = int(np.clip(np.searchsorted(self.tokens, tokens, side="right") - 1, 0, len(self.tokens) - 2))
-        slope = float((row[i + 1] - row[i]) / (self.tokens[i + 1] - self.tokens[i]))
-        return float(row[i]) + slope * (tokens - self.tokens[i]), slope
+        i = min(max(bisect_right(self.tokens, tokens) - 1, 0), len(self.tokens) - 2)
+        low, high = self._at(batch, i), self._at(batch, i + 1)
+        slope = (high - low) / (self.tokens[i + 1] - self.tokens[i])
+        return low + slope * (tokens - self.tokens[i]), slope
+
+    def _at(self, batch: float, column: int) -> float:
+        """Ten times a step: plain Python is quicker than numpy here."""
+        j = bisect_right(self.batches, batch)
+        if j in (0, len(self.batches)):
+            return self.seconds[max(j - 1, 0)][column]
+        share = (batch - self.batches[j - 1]) / (self.batches[j] - self.batches[j - 1])
+        return self.seconds[j - 1][column] * (1 - share) + self.seconds[j][column] * share
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self)) + "\n", encoding="utf-8")
@@ -142,6 +149,9 @@ class Budget:
         ConfigError: unknown policy.
     """
 
+    PRIOR = np.array([64.0, 32.0])
+    """Drafted and accepted tokens that stand for what is not known."""
+
     def __init__(
         self,
         policy: str,
@@ -165,8 +175,10 @@ class Budget:
         self.capacity = capacity
         self._drafted = 0
         """Of the last step."""
-        self._totals = np.array([1.0, 0.5])
-        """Drafted and accepted tokens, decayed; begins with one token at 1/2."""
+        self._totals = self.PRIOR.copy()
+        """Drafted and accepted tokens, decayed towards PRIOR, so that a policy that stopped tries again."""
+        self._seconds = np.full(2, 10 * cost(1, 1))
+        """By the cost table, decayed: of plain steps for as many tokens as came, and of the steps that were."""
 
     def allow(self, step: Step) -> Allowance:
         batch = len(step.generated)
@@ -183,9 +195,18 @@ class Budget:
         elif self.policy == "price":
             focus = 0.0 if step.waiting else self.focus
             weights = (1 - focus) * even + focus * criticality(step.remaining)
-            floors = price_floors(self.cost(batch, batch) * weights, self.per_token(batch))
+            floors = price_floors(self.prices(weights), self.per_token(batch))
         limits = np.clip(np.minimum(limits, step.room - 1), 0, self.max_draft)
         return Allowance(limits=limits, floors=floors, weights=weights)
+
+    def prices(self, weights: np.ndarray) -> np.ndarray:
+        """Seconds that an accepted draft token of each request saves, float [B], its own time deducted.
+
+        What it saves is a token made the usual way, and the usual way has drafts too: a plain step's share, over
+        the speed-up so far.
+        """
+        batch, speed_up = len(weights), max(float(self._seconds[0] / self._seconds[1]), 1.0)
+        return np.maximum(self.cost(batch, batch) * weights / speed_up - self.per_token(batch), 0.0)
 
     def per_token(self, batch: int) -> float:
         """Seconds that one more token costs, where the last step ended on the cost table."""
@@ -206,10 +227,17 @@ class Budget:
         saved = 1.0 + float(allowance.weights @ expected)
         return saved * without / (self.cost(batch + drafted, batch) + draft_seconds)
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Count a verify step's draft tokens; "das_closed" derives its efficiency from them."""
+    def observe(self, drafted: int, accepted: int, plain_seconds: float = 0.0, seconds: float = 0.0) -> None:
+        """Count a verify step's draft tokens; "das_closed" derives its efficiency from them.
+
+        Args:
+            plain_seconds: by the cost table, the time of plain steps for as many tokens as came; "price" derives
+                the speed-up from it, and from the `seconds` of this step, by the same table.
+        """
         self._drafted = drafted
-        self._totals = 0.999 * self._totals + (drafted, accepted)
+        self._totals = 0.99 * self._totals + 0.01 * self.PRIOR + (drafted, accepted)
+        if seconds:
+            self._seconds = 0.99 * self._seconds + (plain_seconds, seconds)
 
     def finished(self, expected: float, length: int) -> None:
         """A request ended with `length` tokens; "das" learns from it."""
@@ -221,12 +249,14 @@ class Budget:
             "survival": self.survival.counts.copy(),
             "drafted": self._drafted,
             "totals": self._totals.copy(),
+            "seconds": self._seconds.copy(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cost = CostTable(**state["cost"])  # a new measurement would decide otherwise
         self.survival.counts = np.array(state["survival"], np.float64)
         self._drafted, self._totals = int(state["drafted"]), np.array(state["totals"], np.float64)
+        self._seconds = np.array(state["seconds"], np.float64)
 
     def _closed_limits(self, remaining: np.ndarray) -> np.ndarray:
         batch = len(remaining)
@@ -294,8 +324,8 @@ def criticality(remaining: np.ndarray) -> np.ndarray:
 def price_floors(prices: np.ndarray, per_token: float) -> np.ndarray:
     """Least path probability worth verifying: price * p >= per_token * (1 - p).
 
-    `prices` [B] are the seconds that one accepted token of the request saves, `per_token` those that a
-    verified token costs.
+    `prices` [B] are the seconds that one accepted token of the request saves beyond its own, `per_token` those
+    that a verified token costs.
     """
     return per_token / np.maximum(prices + per_token, 1e-300) if per_token > 0 else np.zeros(len(prices))
 

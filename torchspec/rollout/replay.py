@@ -139,7 +139,7 @@ def _decode(
             drafter.advance([one.id], [rollout.tokens[:1]])
             running.append(one)
         if active := [r for r in running if r.done < len(r.rollout.tokens)]:
-            _verify(active, drafter, budget, longest, stats, report, off_switch)
+            _verify(active, drafter, budget, longest, stats, report, off_switch, len(waiting))
         for one in [r for r in running if r.done == len(r.rollout.tokens)]:
             drafter.stop(one.id)
             budget.finished(one.expected, one.done)
@@ -154,8 +154,9 @@ def _verify(
     stats: LengthStats,
     report: Report,
     off_switch: bool,
+    waiting: int,
 ) -> None:
-    """One verify step of all running requests."""
+    """One verify step of all running requests, while `waiting` others have no place."""
     ids = [r.id for r in active]
     generated = np.array([r.done for r in active])
     step = Step(
@@ -163,6 +164,7 @@ def _verify(
         room=longest - generated,
         remaining=stats.remaining([r.rollout.problem_id for r in active], generated),
         expected=np.array([r.expected for r in active]),
+        waiting=waiting,
     )
     allowance = budget.allow(step)
     begin = time.perf_counter()
@@ -188,10 +190,12 @@ def _verify(
         emitted.append(left[: hits + 1])
         one.done += len(emitted[-1])
     drafted = sum(map(len, proposals))
-    budget.observe(drafted, accepted)
-    report.rounds += len(active)
-    report.tokens += sum(map(len, emitted))
-    report.seconds += budget.cost(len(active) + drafted, len(active))
+    batch, tokens = len(active), sum(map(len, emitted))
+    seconds = budget.cost(batch + drafted, batch)
+    budget.observe(drafted, accepted, budget.cost(batch, batch) * tokens / batch, seconds)
+    report.rounds += batch
+    report.tokens += tokens
+    report.seconds += seconds
     begin = time.perf_counter()
     drafter.advance(ids, emitted)
     report.draft_seconds += time.perf_counter() - begin

@@ -37,6 +37,8 @@ PROBES = tuple(2**i for i in range(24))
 """Steps of an iteration, counted from 1, in which the draft model proposes all it may: its estimates follow it."""
 REST = 8
 """Iterations that the draft model is left out for, after one in which it was not worth its time."""
+PATIENCE = 32
+"""Steps of an iteration before it may be left out within."""
 EVIDENCE = 64.0
 """Trials that a position's acceptance is worth at most when an iteration begins."""
 TRUST = 4.0
@@ -129,16 +131,15 @@ class Speculator:
         self._tried *= scale
         self._accepted *= scale
         self._step = 0
-        if not self._rest and self._worth < 0:
-            log.warning(
-                "iteration %d: the draft model cost more time than it saved (budget.policy = %s); it rests for %d "
-                "iterations",
-                iteration,
-                self.budget.policy,
-                REST,
-            )
-        self._rest = self._rest - 1 if self._rest else REST * (self._worth < 0)
+        self._rest = max(self._rest - 1, 0)
+        self._judge(REST)
         self._worth = 0.0
+
+    def _judge(self, rest: int) -> None:
+        """Leave the draft model out for `rest` iterations if it was not worth its time so far in this one."""
+        if self._worth < 0:
+            log.warning("the draft model costs more time than it saves; it rests for %d iterations", REST)
+            self._rest, self._worth = rest, 0.0
 
     @property
     def _with_model(self) -> bool:
@@ -194,22 +195,25 @@ class Speculator:
             if tested:
                 self._count(request, tested, hits)
             request.chain = request.tail = 0
-        drafted = sum(verified)
-        self.budget.observe(drafted, sum(accepted))
         self._tally.steps += 1
         planned, plain, expected, predicted = self._last or (set(), 0.0, 0.0, 0.0)
         if self.measured and request_ids and planned == set(request_ids):  # nobody joined
-            emitted = sum(hits + 1 for hits in accepted)
-            self._tally.plain_seconds += plain * emitted / len(request_ids)
+            plain *= 1.0 + sum(accepted) / len(request_ids)
+            self._tally.plain_seconds += plain
             self._tally.expected_seconds += expected
             self._tally.predicted_seconds += predicted
             self._tally.seconds += seconds
+        else:
+            plain = predicted = 0.0
+        self.budget.observe(sum(verified), sum(accepted), plain, predicted)
         if self.suffix:
             self.suffix.advance(request_ids, tokens)
 
     def plan(self, request_ids: Sequence[str]) -> Plan:
         """Who drafts how much for these requests, the ones that go on."""
         self._step += 1
+        if self._step in self._probes and self._step >= PATIENCE:
+            self._judge(REST + 1)  # those that come, and what is left of this one
         ids = list(request_ids)
         requests = [self._requests[i] for i in ids]
         generated = np.array([r.generated for r in requests], np.int64)
@@ -378,7 +382,7 @@ class Speculator:
         if not batch:
             return 0, False, none, np.zeros(0)
         plain = cost(batch, batch)
-        price, per_token = plain * weights, self.budget.per_token(batch)
+        price, per_token = self.budget.prices(weights), self.budget.per_token(batch)
         lengths = none if drafts is None else drafts.lengths
         suffix_score = price * saved - per_token * (lengths - saved)
         reach = np.concatenate([np.zeros((batch, 1)), np.cumsum(paths, axis=1)], axis=1)

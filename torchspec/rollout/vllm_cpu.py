@@ -9,6 +9,8 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -138,6 +140,144 @@ def _read_only_mappings() -> None:
     dispatcher.vars = safe_vars  # pyrefly: ignore[missing-attribute]
 
 
+def _draws_noise_for_nobody() -> bool:
+    from vllm.v1.sample import rejection_sampler
+
+    none, before = torch.empty(0, dtype=torch.int32), torch.get_rng_state()
+    settings: Any = types.SimpleNamespace(
+        all_greedy=False, all_random=True, temperature=torch.ones(1), generators={}
+    )
+    # The kernels are no CPU ones before an engine is built; nobody's drafts are no work for them.
+    kernels = dict.fromkeys(("_sample_recovered_tokens", "_rejection_random_sample"), mock.DEFAULT)
+    with mock.patch.multiple(rejection_sampler, **kernels):
+        rejection_sampler.rejection_sample(
+            none, [0], 0, none.new_zeros(1), None, torch.empty(0, 8), none.new_zeros(1, 1), settings
+        )
+    drawn = not torch.equal(before, torch.get_rng_state())
+    torch.set_rng_state(before)
+    return drawn
+
+
+def _draw_where_rejected() -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    original = rejection_sampler.rejection_sample
+
+    def rejection_sample(
+        draft_token_ids: torch.Tensor,  # int32 [n]
+        num_draft_tokens: list[int],  # of each of B requests
+        max_spec_len: int,
+        cu_num_draft_tokens: torch.Tensor,
+        draft_probs: torch.Tensor | None,  # float32 [n, V]; None: one-hot
+        target_logits: torch.Tensor,  # float32 [n, V]
+        bonus_token_ids: torch.Tensor,  # int [B, 1]
+        sampling_metadata: Any,
+        synthetic_mode: bool = False,
+        synthetic_conditional_rates: torch.Tensor | None = None,
+        use_fp64_gumbel: bool = False,
+    ) -> torch.Tensor:  # int32 [B, max_spec_len + 1], -1 behind what was sampled
+        if not sampling_metadata.all_random or synthetic_mode:
+            return original(
+                draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits,
+                bonus_token_ids, sampling_metadata, synthetic_mode, synthetic_conditional_rates, use_fp64_gumbel,
+            )  # fmt: skip
+        generators, tokens = sampling_metadata.generators, draft_token_ids.long()[:, None]
+        uniform = rejection_sampler.generate_uniform_probs(
+            len(tokens), num_draft_tokens, generators, target_logits.device
+        )
+        probs = target_logits.softmax(dim=-1, dtype=torch.float32)
+        proposed = 1.0 if draft_probs is None else draft_probs.gather(1, tokens)[:, 0].double()
+        accepted = (uniform * proposed < probs.gather(1, tokens)[:, 0]).tolist()
+        out = draft_token_ids.new_full((len(num_draft_tokens), max_spec_len + 1), -1)
+        first = 0
+        for i, count in enumerate(num_draft_tokens):
+            hits = [*accepted[first : first + count], False].index(False)
+            row = first + hits
+            out[i, :hits] = draft_token_ids[first:row]
+            if hits == count:
+                out[i, hits] = bonus_token_ids[i, 0]
+            else:
+                if draft_probs is None:
+                    rest = probs[row].index_fill(0, tokens[row], 0.0)
+                else:
+                    rest = (probs[row] - draft_probs[row]).clamp_(min=0.0)
+                out[i, hits] = _one_of(rest if rest.any() else probs[row], generators.get(i))
+            first += count
+        return out
+
+    rejection_sampler.rejection_sample = rejection_sample
+
+
+def _one_of(weights: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """An index drawn with chances in proportion to `weights` [V], by one uniform number."""
+    sums = weights.cumsum(0, dtype=torch.float64)
+    drawn = torch.rand((), dtype=torch.float64, generator=generator)  # times the sum it is below the sum
+    return torch.searchsorted(sums, drawn * sums[-1], right=True)
+
+
+def _scores_padding() -> bool:
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    scored = []
+
+    def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
+        scored.append(len(logits))
+        return logits
+
+    def gather_logprobs(logprobs: torch.Tensor, count: int, tokens: torch.Tensor) -> LogprobsTensors:
+        return LogprobsTensors(tokens[:, None], logprobs[:, :1], tokens)
+
+    sampler: Any = types.SimpleNamespace(
+        is_logits_logprobs_mode=False,
+        sampler=types.SimpleNamespace(compute_logprobs=compute_logprobs, gather_logprobs=gather_logprobs),
+    )
+    metadata = SpecDecodeMetadata.make_dummy([[5, 6], []], torch.device("cpu"))
+    RejectionSampler._get_logprobs_tensors(
+        sampler, 0, metadata, torch.zeros(4, 8), torch.zeros(2, 8), torch.zeros(2, 8), torch.tensor([[7, -1, -1]] * 2)
+    )  # fmt: skip
+    return scored != [2]
+
+
+def _score_what_was_sampled() -> None:
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    def _get_logprobs_tensors(
+        self: RejectionSampler,
+        max_num_logprobs: int,
+        metadata: Any,
+        logits: torch.Tensor,
+        target_logits: torch.Tensor,  # [n, V]: of the draft tokens
+        bonus_logits: torch.Tensor,  # [B, V]
+        sampled_token_ids: torch.Tensor,  # int [B, max_spec_len + 1], -1 behind what was sampled
+    ) -> LogprobsTensors:
+        request, position = (sampled_token_ids >= 0).nonzero(as_tuple=True)
+        counts = torch.tensor(metadata.num_draft_tokens)
+        first = counts.cumsum(0) - counts
+        bonus = position == counts[request]
+        rows = torch.empty(len(request), target_logits.shape[-1])
+        rows[bonus] = bonus_logits[request[bonus]]
+        rows[~bonus] = target_logits[(first[request] + position)[~bonus]]
+        found = self.sampler.gather_logprobs(
+            rows if self.is_logits_logprobs_mode else self.sampler.compute_logprobs(rows),
+            max_num_logprobs,
+            sampled_token_ids[request, position].long(),
+        )
+        places = request * sampled_token_ids.shape[1] + position
+
+        def padded(part: torch.Tensor) -> torch.Tensor:  # vLLM filters the other places out
+            full = part.new_zeros(sampled_token_ids.numel(), *part.shape[1:])
+            return full.index_copy_(0, places, part)
+
+        return LogprobsTensors(
+            padded(found.logprob_token_ids), padded(found.logprobs), padded(found.selected_token_ranks)
+        )
+
+    RejectionSampler._get_logprobs_tensors = _get_logprobs_tensors
+
+
 MENDS = (
     Mend(
         name="expand_kernel writes to a copy",
@@ -162,5 +302,22 @@ MENDS = (
         effect="once numba is imported, building an engine dies in _rebind_kernels",
         shows=_rebind_fails_on_odd_objects,
         repair=_read_only_mappings,
+    ),
+    Mend(
+        name="noise for recovered tokens",
+        upstream="not reported",
+        seen_in="0.32 to 0.33",
+        effect="a step with speculation draws B * V exponential numbers, twice where requests are seeded, before it "
+        "knows what is rejected: 15 to 20 % of a step of a small model, drafts or not",
+        shows=_draws_noise_for_nobody,
+        repair=_draw_where_rejected,
+    ),
+    Mend(
+        name="logprobs of padding",
+        upstream="not reported (on accelerators it spares a synchronization)",
+        seen_in="0.32 to 0.33",
+        effect="logits of B * (longest draft + 1) positions are copied and normalised, accepted or not",
+        shows=_scores_padding,
+        repair=_score_what_was_sampled,
     ),
 )
