@@ -169,12 +169,13 @@ def newest(folder: Path) -> Saved | None:
     Those that are not are passed over with a warning.
 
     Raises:
-        ConfigError: there are checkpoints, and all are damaged.
+        ConfigError: there are checkpoints, and all are damaged; or one that would be taken has another format.
     """
     for path in sorted(folder.glob(".step-*.partial")):
         log.warning("%s: a checkpoint that was never completed; it is not used", path)
     reasons = []
     for path in sorted(folder.glob("step-*"), reverse=True):
+        _check_format(path)
         if (reason := damage(path)) is None:
             return Saved(path, _manifest(path))
         log.warning("%s is damaged and not used: %s", path, reason)
@@ -191,11 +192,9 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files; None if nothing is."""
     try:
         manifest = _manifest(path)
-        files, form = manifest["files"], manifest["format"]
+        files = manifest["files"]
     except (OSError, ValueError, KeyError) as error:
         return f"no usable {MANIFEST} ({type(error).__name__}: {error})"
-    if form != FORMAT:
-        return f"it has format {form}, this code reads {FORMAT}"
     for name, sums in files.items():
         file = path / name
         if not file.is_file():
@@ -311,6 +310,19 @@ def _rank_file(folder: Path, rank: int) -> Path:
 
 def _manifest(path: Path) -> dict[str, Any]:
     return json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+
+
+def _check_format(path: Path) -> None:
+    """Nothing is wrong with a checkpoint of another version, and no older one should take its place."""
+    try:
+        form = _manifest(path)["format"]
+    except (OSError, ValueError, KeyError):  # damaged, as `damage` says
+        return
+    if form != FORMAT:
+        raise ConfigError(
+            f"{path} has format {form}, this version of torchspec reads format {FORMAT}; go on with the version "
+            f"that wrote it (run.json names it), or start anew under another run.name"
+        )
 
 
 def _scores(path: Path) -> dict[str, Any]:

@@ -113,6 +113,7 @@ class Learner:
             return value
 
         self._update(packs, loss, 1.0, meter, train_draft)
+        self._watch.read()  # nobody wants these times
 
     def _grpo_loss(
         self, packs: list[Batch], old: list[Tensor] | None, ref: list[Tensor] | None, meter: Meter

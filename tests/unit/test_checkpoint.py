@@ -182,11 +182,6 @@ DAMAGES = [
     ("manifest.json", Path.unlink, "no usable manifest.json"),
     ("manifest.json", truncate, "no usable manifest.json"),
     ("manifest.json", lambda path: path.write_text("{}"), "no usable manifest.json"),
-    (
-        "manifest.json",
-        lambda path: path.write_text('{"files": {}, "format": 9}'),
-        "format 9, this code reads 2",
-    ),
 ]
 
 
@@ -205,6 +200,16 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, mesh, caplog, fil
     # A run that goes on from elsewhere replaces it.
     save(tmp_path, mesh, [2])
     assert found(tmp_path).step == 2
+
+
+def test_a_checkpoint_of_another_version_is_not_passed_over(tmp_path, mesh) -> None:
+    save(tmp_path, mesh, [1, 2])
+    path = tmp_path / "step-000002" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    with pytest.raises(
+        ConfigError, match=r"step-000002 has format 1, this version of torchspec reads format 2; go"
+    ):
+        newest(tmp_path)
 
 
 @pytest.mark.parametrize("settings", [{}, {"keep_best": 1}], ids=["keep_last", "keep_best"])

@@ -103,7 +103,7 @@ class Engine(Protocol):
     def go_on(self) -> list[Rollout]:
         """All answers of the last `generate`; those that were complete before a `restart` are not made again.
 
-        The others begin anew, with the seeds they had.
+        The others go on from what was sampled of them; with a seed, which samples the same again, they begin anew.
 
         Raises:
             EngineDied: it died again.

@@ -72,12 +72,14 @@ class Fleet:
             GuardStop: on every rank, if one died that was restarted in this call of `generate` or in the last.
         """
         again = bool(self._death) and self._calls < self._trusted
+        worst = self.mesh.max_over_world(torch.tensor([float(bool(self._death)) + again])).item()
         if self._death:
-            what = "again" if again else "and is built again for what is not complete"
+            what = (
+                "again" if again else "the run stops" if worst > 1 else "and is built again for what is left"
+            )
             log.error(
                 "step %d: rank %d's rollout engine died, %s: %s", step, self.mesh.rank, what, self._death
             )
-        worst = self.mesh.max_over_world(torch.tensor([float(bool(self._death)) + again])).item()
         if worst > 1:
             raise GuardStop(
                 f"step {step}: {'this' if again else 'another'} rank's rollout engine died again before a whole step "

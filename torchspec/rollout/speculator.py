@@ -152,6 +152,7 @@ class Speculator:
     def announce(self, count: int) -> None:
         """So many requests will begin: while some of them wait, throughput counts, not who ends last."""
         self._waiting = count
+        self._last = None  # of a step that is long over, or of an engine that has died
 
     def begin(self, request_id: str, problem_id: str, prompt_tokens: Sequence[int], room: int) -> None:
         """A request starts; at most `room` tokens will come."""

@@ -146,9 +146,12 @@ class VllmEngine:
             self._hook.forget({sample.id for sample in self._samples if sample.rollout is None})
             self._hook = None  # it holds the dead engine's runner
         size = self._cache_bytes()  # what is free by now says nothing of what the trainer will need
+        # vLLM's shutdown drops the policy, not the draft, which would outlive the memory pool that it lies in.
+        self._ask(_drop_draft)
         self.close()
         with built_alone():
-            self._start(kv_cache_memory_bytes=size)
+            # At the first start this share of the GPU had to be free; by now the optimizers have theirs.
+            self._start(kv_cache_memory_bytes=size, gpu_memory_utilization=0.01)
         if self._hook:
             self._hook.speculator = self.speculator
 
@@ -361,8 +364,8 @@ class VllmEngine:
             problem_id=request.problem_id,
             sample=sample.index,
             prompt_tokens=request.prompt_tokens,
-            tokens=list(completion.token_ids),
-            logprobs=list(completion.logprobs.logprobs),
+            tokens=sample.tokens + list(completion.token_ids),
+            logprobs=sample.logprobs + list(completion.logprobs.logprobs),
             finish=completion.finish_reason,
             policy_version=self.policy_version,
             draft_version=self.draft_version,
@@ -389,6 +392,11 @@ class VllmEngine:
 def _compare(worker: Any) -> int:
     """Runs in the worker: raises unless the engine holds the weights that were sent."""
     return worker.weight_transfer_engine.compare()
+
+
+def _drop_draft(worker: Any) -> None:
+    worker.model_runner.drafter = None
+    gc.collect()
 
 
 def _shared_names(worker: Any) -> frozenset[str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torchspec.config import ConfigError
@@ -25,10 +25,30 @@ class Sample:
     """vLLM's SamplingParams, with its seed and our id of it."""
     rollout: Rollout | None = None
     """None: not finished."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """What an engine that died has sampled of it, which the answer begins with."""
 
     @property
     def id(self) -> str:
         return self.parameters.extra_args["id"]
+
+    @property
+    def left(self) -> Any:
+        """The parameters of what is not sampled yet."""
+        parameters = self.parameters.clone()
+        parameters.max_tokens -= len(self.tokens)
+        return parameters
+
+    def keep_begun(self, state: Any) -> None:
+        """Keep what vLLM's state of this request has.
+
+        Sampled anew, unfinished answers would all be long ones that had a second chance to be short. With a seed
+        they are: it samples the same again.
+        """
+        if self.parameters.seed is None:
+            self.tokens += state.detokenizer.output_token_ids
+            self.logprobs += state.logprobs_processor.logprobs.logprobs
 
 
 def run(llm: LLM, samples: Sequence[Sample], take: Callable[[Sample, RequestOutput], None]) -> None:
@@ -39,8 +59,8 @@ def run(llm: LLM, samples: Sequence[Sample], take: Callable[[Sample, RequestOutp
     """
     from vllm import TokensPrompt
 
-    prompts = [TokensPrompt(prompt_token_ids=sample.request.prompt_tokens) for sample in samples]
-    names = llm.enqueue(prompts, [sample.parameters for sample in samples], use_tqdm=False)
+    prompts = [TokensPrompt(prompt_token_ids=[*s.request.prompt_tokens, *s.tokens]) for s in samples]
+    names = llm.enqueue(prompts, [sample.left for sample in samples], use_tqdm=False)
     # It answers under the name without the random letters at its end.
     asked = {name.partition("-")[0]: sample for name, sample in zip(names, samples, strict=True)}
     engine: Any = llm.llm_engine
@@ -52,6 +72,8 @@ def run(llm: LLM, samples: Sequence[Sample], take: Callable[[Sample, RequestOutp
         # The border to vLLM and the device: nobody knows what it can raise, and what it leaves behind is no engine
         # any more. Signals and interrupts are no Exceptions, and what it refuses is refused before, by `enqueue`.
         except Exception as error:
+            for state in engine.output_processor.request_states.values():
+                asked[state.external_req_id].keep_begun(state)
             done = sum(sample.rollout is not None for sample in samples)
             what = f"{type(error).__name__}: {error} (complete were {done} of {len(samples)} answers)"
             raise EngineDied(what) from error
