@@ -124,7 +124,7 @@ def bench(
             if tokens[mode] != tokens[modes[0]]:
                 raise RuntimeError(f"epoch {epoch}: greedy tokens of {mode} differ from those of {modes[0]}")
     for mode, (ratio, cpu_ratio) in later_ratios(rows).items():
-        print(f" from 2 {mode:<8}{'':>9}{ratio:>7.2f}x{cpu_ratio:>10.2f}x")
+        print(f"{f'2-{epochs}':>5} {mode:<8}{'':>9}{ratio:>7.2f}x{cpu_ratio:>10.2f}x")
     if greedy_check:
         print(f"greedy tokens of {', '.join(modes)} are equal in every epoch")
     engine.close()

@@ -141,9 +141,8 @@ def law_of_short_responses(engine, oracle, drafter, count, policy="unlimited", l
     tally = speculator.take_tally()
     seen = Counter(tuple(r.tokens) for r in rollouts)
     assert set(seen) <= set(law)
-    for (
-        stats
-    ) in tally.drafters.values():  # each of them had its share; a price that a random draft can pay has few
+    # Each of them had its share; a price that a random draft can pay has few.
+    for stats in tally.drafters.values():
         assert sum(stats.accepted if policy == "unlimited" else stats.drafted) > count / 50, tally.drafters
     cells = [(seen[c], count * p) for c, p in law.items() if count * p >= 5]
     rest = count - sum(n for n, _ in cells), count - sum(e for _, e in cells)

@@ -98,6 +98,32 @@ def test_the_rejection_test_keeps_the_policys_law(sampling, by_model, seeded):
     assert abs((out[:, 2, 1] == 99).mean() - accepted[2]) < 0.02
 
 
+@pytest.mark.parametrize("by_model", [False, True])
+def test_a_placeholder_is_rejected(sampling, by_model):
+    """vLLM pads drafts with -1: the token there is the policy's own, and nothing follows it."""
+    torch.manual_seed(4)
+    copies, logits = 20_000, torch.tensor([[1.0, -1.0, 0.0], [0.0, 0.0, 0.0]])
+    q = torch.tensor([[0.0, 1.0, 0.0]] * 2)
+    settings = types.SimpleNamespace(all_random=True, generators={})
+    out = sampling.rejection_sample(
+        torch.tensor([-1, 1] * copies, dtype=torch.int32), [2] * copies, 2, 2 * torch.arange(1, copies + 1),
+        q.repeat(copies, 1) if by_model else None, logits.repeat(copies, 1), torch.full((copies, 1), 99), settings,
+    )  # fmt: skip
+    found = np.bincount(out[:, 0].numpy(), minlength=3)
+    assert p_value(found, logits[0].softmax(-1).double().numpy()) > 0.001
+    assert (out[:, 1:] == -1).all()
+
+
+def test_a_token_that_its_distribution_cannot_draw_is_rejected(sampling):
+    """As in vLLM's kernel: q(x) = 0 accepts nothing, however likely the policy finds x."""
+    settings = types.SimpleNamespace(all_random=True, generators={})
+    out = sampling.rejection_sample(
+        torch.tensor([0], dtype=torch.int32), [1], 1, torch.tensor([1]), torch.tensor([[0.0, 0.5, 0.5]]),
+        torch.tensor([[9.0, 0.0, 0.0]]), torch.tensor([[99]]), settings,
+    )  # fmt: skip
+    assert out.tolist() == [[0, -1]]  # drawn from what p has more than q; the bonus token is not reached
+
+
 def test_logprobs_are_those_of_the_padded_computation(sampling):
     """Against every position computed: draft rows and bonus rows, ragged, some rejected."""
     from vllm.v1.sample.sampler import Sampler

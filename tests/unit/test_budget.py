@@ -98,7 +98,7 @@ def rate_of(budget: Budget, chances: np.ndarray) -> float:
         kept = (paths >= allowed.floors[:, None]) & (np.arange(32) < allowed.limits[:, None])
         emitted, drafted = batch + float(paths[kept].sum()), int(kept.sum())
         seconds = budget.cost(batch + drafted, batch)
-        budget.observe(drafted, 0, budget.cost(batch, batch) * emitted / batch, seconds)
+        budget.observe(drafted, 0, batch, budget.cost(batch, batch) * emitted / batch, seconds)
         time, tokens = time + seconds, tokens + emitted
     return tokens / time
 
@@ -124,6 +124,18 @@ def test_price_finds_the_floor_with_most_tokens_a_second(per_token):
         fixed.floor = floor
         rates.append(rate_of(fixed, chances))
     assert own > 0.998 * max(rates)
+
+
+def test_a_speed_up_prices_batches_about_as_large_only():
+    """A tail decodes several times faster with drafts; a full batch's plain tokens stay as dear as they are."""
+    budget, full, tail = Budget("price", COST), np.full(64, 1 / 64), np.full(3, 1 / 3)
+    before = budget.prices(full)
+    for _ in range(400):
+        budget.observe(16, 12, 2, 4 * COST(2, 2), COST(18, 2))
+    assert budget.prices(full).tolist() == before.tolist()
+    speed_up = 4 * COST(2, 2) / COST(18, 2)
+    expected = COST(3, 3) / 3 / speed_up - COST.marginal(19, 3)
+    np.testing.assert_allclose(budget.prices(tail), expected, rtol=0.02)  # 2 and 3 requests are about as many
 
 
 def test_price_spends_on_the_one_that_ends_last():
@@ -213,10 +225,10 @@ def test_a_closed_budget_recovers_from_a_bad_start():
 def test_the_estimated_gain_is_the_ratio_of_token_rates():
     budget = Budget("fixed", COST)
     allowance = budget.allow(step([9, 9]))
-    gain = budget.gain(allowance, np.array([1.5, 0.5]), drafted=6)
+    gain = budget.gain(allowance.weights, np.array([1.5, 0.5]), drafted=6)
     assert gain == pytest.approx((2 + 2.0) / 2 * COST(2, 2) / COST(8, 2))
-    assert budget.gain(allowance, np.array([0.0, 0.0]), drafted=6) < 1
-    assert budget.gain(allowance, np.array([1.5, 0.5]), 6, draft_seconds=1.0) < 1
+    assert budget.gain(allowance.weights, np.array([0.0, 0.0]), drafted=6) < 1
+    assert budget.gain(allowance.weights, np.array([1.5, 0.5]), 6, draft_seconds=1.0) < 1
 
 
 def test_cost_tables_interpolate_and_are_saved(tmp_path: Path):
@@ -256,7 +268,7 @@ def test_a_budgets_state_is_kept():
         Budget("das", CostTable.linear(1, slope), short_below=10, long_from=20) for slope in (0.1, 0.3)
     )
     one.finished(5.0, 300)
-    one.observe(7, 3, 3.0, 2.0)
+    one.observe(7, 3, 4, 3.0, 2.0)
     two.load_state_dict(one.state_dict())
     assert two.per_token(4) == one.per_token(4)
     assert two.prices(np.full(4, 0.25)).tolist() == one.prices(np.full(4, 0.25)).tolist()

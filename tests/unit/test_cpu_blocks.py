@@ -99,9 +99,8 @@ def test_scores_far_from_zero(shift, calls):
         q.double(), k.double(), v.double(), torch.ones(40, 40).tril().bool(), 1.0
     )
     ((_, out, lse, _),) = cpu.part_fwd(q, k, v, [Task(0, 40, 0, 40, True)], 1.0)
-    torch.testing.assert_close(
-        out, exact[0].float(), rtol=1e-4, atol=1e-4
-    )  # a score of 300 has an ulp of 3e-5
+    # A score of 300 has an ulp of 3e-5.
+    torch.testing.assert_close(out, exact[0].float(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(lse, exact[1].float(), rtol=2e-5, atol=2e-5)
 
 

@@ -345,6 +345,32 @@ def test_a_draft_that_is_not_worth_it_rests_within_an_iteration_too() -> None:
     assert speculator._with_model
 
 
+def test_a_draft_that_pays_in_the_tail_only_pauses_before_it(caplog) -> None:
+    """It is judged by batches about as large, and rests only if it was not worth its time all in all."""
+    cost = CostTable(
+        tokens=[0, 10], batches=[1, 64], seconds=[[1.0, 1.0]] * 2, draft=[[0.01, 0.01], [3.0, 0.3]]
+    )
+    speculator = make("eagle3", cost)
+    lengths = {f"{i:02}": 40 + i for i in range(63)} | {"63": 600}
+    for own in lengths:
+        speculator.begin(own, "p", PROMPT, 1000)
+    used: dict[int, list[bool]] = {}
+    for done in range(1, 600):
+        running = [own for own, length in lengths.items() if length > done]
+        for own in [own for own, length in lengths.items() if length == done]:
+            speculator.end(own)
+        step(speculator, running, [[7]] * len(running))
+        used.setdefault(len(running), []).append(speculator._with_model)
+    assert used[64] == [True] * (PATIENCE - 1) + [False] * (40 - PATIENCE)
+    assert not any(any(used[n]) for n in range(33, 64))
+    assert all(used[32])  # half of them are done
+    assert used[1] == [True] * 498
+    speculator.end("63")
+    speculator.learn(0, [])
+    assert speculator._with_model
+    assert "it rests" not in caplog.text
+
+
 def test_a_resting_draft_is_said(caplog) -> None:
     speculator = make("eagle3")
     speculator._worth = -1.0  # an iteration's gains less its costs

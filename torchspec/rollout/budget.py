@@ -177,8 +177,9 @@ class Budget:
         """Of the last step."""
         self._totals = self.PRIOR.copy()
         """Drafted and accepted tokens, decayed towards PRIOR, so that a policy that stopped tries again."""
-        self._seconds = np.full(2, 10 * cost(1, 1))
-        """By the cost table, decayed: of plain steps for as many tokens as came, and of the steps that were."""
+        self._seconds = np.full((32, 2), 10 * cost(1, 1))
+        """By the cost table, decayed: of plain steps for as many tokens as came, and of the steps that were; by
+        the bit length of the batch, because a speed-up is one of a batch size."""
 
     def allow(self, step: Step) -> Allowance:
         batch = len(step.generated)
@@ -203,9 +204,11 @@ class Budget:
         """Seconds that an accepted draft token of each request saves, float [B], its own time deducted.
 
         What it saves is a token made the usual way, and the usual way has drafts too: a plain step's share, over
-        the speed-up so far.
+        the speed-up so far of batches about as large.
         """
-        batch, speed_up = len(weights), max(float(self._seconds[0] / self._seconds[1]), 1.0)
+        batch = len(weights)
+        plain, drafted = self._seconds[batch.bit_length()].tolist()
+        speed_up = max(plain / drafted, 1.0)
         return np.maximum(self.cost(batch, batch) * weights / speed_up - self.per_token(batch), 0.0)
 
     def per_token(self, batch: int) -> float:
@@ -213,31 +216,36 @@ class Budget:
         return self.cost.marginal(batch + self._drafted, batch)
 
     def gain(
-        self, allowance: Allowance, expected: np.ndarray, drafted: int, draft_seconds: float = 0.0
+        self, weights: np.ndarray, expected: np.ndarray, drafted: int, draft_seconds: float = 0.0
     ) -> float:
         """Estimated speed-up of a step with drafts over one without; below 1, verify none of them.
 
         Args:
+            weights: float [B], the allowance's.
             expected: float [B], expected acceptances of each request's draft: the sum of its path probabilities.
             drafted: draft tokens of the step.
             draft_seconds: what proposing took where the engine had to wait for it.
         """
         batch = len(expected)
         without = self.cost(batch, batch)
-        saved = 1.0 + float(allowance.weights @ expected)
+        saved = 1.0 + float(weights @ expected)
         return saved * without / (self.cost(batch + drafted, batch) + draft_seconds)
 
-    def observe(self, drafted: int, accepted: int, plain_seconds: float = 0.0, seconds: float = 0.0) -> None:
+    def observe(
+        self, drafted: int, accepted: int, batch: int = 0, plain_seconds: float = 0.0, seconds: float = 0.0
+    ) -> None:
         """Count a verify step's draft tokens; "das_closed" derives its efficiency from them.
 
         Args:
+            batch: the step's requests.
             plain_seconds: by the cost table, the time of plain steps for as many tokens as came; "price" derives
                 the speed-up from it, and from the `seconds` of this step, by the same table.
         """
         self._drafted = drafted
         self._totals = 0.99 * self._totals + 0.01 * self.PRIOR + (drafted, accepted)
         if seconds:
-            self._seconds = 0.99 * self._seconds + (plain_seconds, seconds)
+            row = batch.bit_length()
+            self._seconds[row] = 0.99 * self._seconds[row] + (plain_seconds, seconds)
 
     def finished(self, expected: float, length: int) -> None:
         """A request ended with `length` tokens; "das" learns from it."""

@@ -173,7 +173,7 @@ def _verify(
     sums = np.concatenate([[0.0], np.cumsum(drafts.probs, dtype=np.float64)])
     expected = sums[drafts.starts[1:]] - sums[drafts.starts[:-1]]
     proposals = drafts.lists()
-    if off_switch and drafts.tokens.size and budget.gain(allowance, expected, drafts.tokens.size) < 1:
+    if off_switch and drafts.tokens.size and budget.gain(allowance.weights, expected, drafts.tokens.size) < 1:
         proposals = [[] for _ in active]
         report.skipped += 1
     emitted, accepted = [], 0
@@ -192,7 +192,7 @@ def _verify(
     drafted = sum(map(len, proposals))
     batch, tokens = len(active), sum(map(len, emitted))
     seconds = budget.cost(batch + drafted, batch)
-    budget.observe(drafted, accepted, budget.cost(batch, batch) * tokens / batch, seconds)
+    budget.observe(drafted, accepted, batch, budget.cost(batch, batch) * tokens / batch, seconds)
     report.rounds += batch
     report.tokens += tokens
     report.seconds += seconds

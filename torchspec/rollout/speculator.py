@@ -38,7 +38,7 @@ PROBES = tuple(2**i for i in range(24))
 REST = 8
 """Iterations that the draft model is left out for, after one in which it was not worth its time."""
 PATIENCE = 32
-"""Steps of an iteration before it may be left out within."""
+"""Steps with about as many requests before it may be left out in those that follow with about as many."""
 EVIDENCE = 64.0
 """Trials that a position's acceptance is worth at most when an iteration begins."""
 TRUST = 4.0
@@ -117,6 +117,8 @@ class Speculator:
         self._waiting = 0
         self._worth = 0.0
         """Of the draft model in this iteration: log of the estimated gains with it over those without, summed."""
+        self._spell = 0, 0, 0.0
+        """Requests, step and worth at its beginning: steps in a row with about as many requests."""
         self._rest = 0
         """Iterations to go without it."""
         self._last: tuple[set[str], float, float, float] | None = None
@@ -132,18 +134,16 @@ class Speculator:
         self._accepted *= scale
         self._step = 0
         self._rest = max(self._rest - 1, 0)
-        self._judge(REST)
-        self._worth = 0.0
-
-    def _judge(self, rest: int) -> None:
-        """Leave the draft model out for `rest` iterations if it was not worth its time so far in this one."""
         if self._worth < 0:
             log.warning("the draft model costs more time than it saves; it rests for %d iterations", REST)
-            self._rest, self._worth = rest, 0.0
+            self._rest = REST
+        self._worth, self._spell = 0.0, (0, 0, 0.0)
 
     @property
     def _with_model(self) -> bool:
-        return self.model_tokens > 0 and not self._rest and self.budget.policy != "off"
+        _, began, worth = self._spell
+        paused = self._step >= began + PATIENCE and self._worth < worth
+        return self.model_tokens > 0 and not self._rest and not paused and self.budget.policy != "off"
 
     @property
     def window_bytes(self) -> int:
@@ -206,15 +206,16 @@ class Speculator:
             self._tally.seconds += seconds
         else:
             plain = predicted = 0.0
-        self.budget.observe(sum(verified), sum(accepted), plain, predicted)
+        self.budget.observe(sum(verified), sum(accepted), len(request_ids), plain, predicted)
         if self.suffix:
             self.suffix.advance(request_ids, tokens)
 
     def plan(self, request_ids: Sequence[str]) -> Plan:
         """Who drafts how much for these requests, the ones that go on."""
         self._step += 1
-        if self._step in self._probes and self._step >= PATIENCE:
-            self._judge(REST + 1)  # those that come, and what is left of this one
+        emptied = not self._waiting and 2 * len(request_ids) <= self._spell[0]
+        if emptied or len(request_ids) >= 2 * self._spell[0]:
+            self._spell = len(request_ids), self._step - 1, self._worth
         ids = list(request_ids)
         requests = [self._requests[i] for i in ids]
         generated = np.array([r.generated for r in requests], np.int64)
@@ -302,6 +303,7 @@ class Speculator:
             "accepted": self._accepted.copy(),
             "steps": [self._step, self._rest],
             "worth": self._worth,
+            "spell": self._spell,
         }
 
     @contextmanager
@@ -324,7 +326,7 @@ class Speculator:
         self.budget.load_state_dict(state["budget"])
         self._tried[:], self._accepted[:] = state["tried"], state["accepted"]
         self._step, self._rest = map(int, state["steps"])
-        self._worth = float(state["worth"])
+        self._worth, self._spell = float(state["worth"]), tuple(state["spell"])
 
     def _start_tally(self) -> None:
         self._by_drafter = {MODEL: Counts(self.model_tokens)} if self.model_tokens else {}
@@ -378,17 +380,15 @@ class Speculator:
         Returns:
             passes, whether drafts are worth it at all, tokens [B] of the model, expected acceptances [B].
         """
-        batch, cost = len(need), self.budget.cost
-        none = np.zeros(batch, np.int64)
+        batch, none = len(need), np.zeros(len(need), np.int64)
         if not batch:
             return 0, False, none, np.zeros(0)
-        plain = cost(batch, batch)
         price, per_token = self.budget.prices(weights), self.budget.per_token(batch)
         lengths = none if drafts is None else drafts.lengths
         suffix_score = price * saved - per_token * (lengths - saved)
         reach = np.concatenate([np.zeros((batch, 1)), np.cumsum(paths, axis=1)], axis=1)
         sunk = self._drafting(0, batch)  # the first pass keeps the model's KV cache complete, wanted or not
-        gain, best = plain / (plain + sunk), (0, False, none, np.zeros(batch))
+        gain, best = self.budget.gain(weights, none, 0, sunk), (0, False, none, np.zeros(batch))
         without_model = 1.0
         for passes in range(int(need.max(initial=0)) + 1):
             chains = np.minimum(need, passes)
@@ -398,13 +398,11 @@ class Speculator:
             chains = np.where(by_model, chains, 0)
             expected = np.where(by_model, model_saved, saved)
             drafted = int(np.where(by_model, chains, lengths).sum())
-            saves = (1.0 + float(weights @ expected)) * plain
-            seconds = cost(batch + drafted, batch)
             if passes == 0:
-                without_model = max(without_model, saves / seconds)
-            if drafted and saves / (seconds + self._drafting(passes, batch)) > gain:
-                gain = saves / (seconds + self._drafting(passes, batch))
-                best = passes, True, chains, expected
+                without_model = max(without_model, self.budget.gain(weights, expected, drafted))
+            estimate = self.budget.gain(weights, expected, drafted, self._drafting(passes, batch))
+            if drafted and estimate > gain:
+                gain, best = estimate, (passes, True, chains, expected)
         self._worth += float(np.log(gain / without_model))
         return best
 
