@@ -1,7 +1,7 @@
 """Puts a Speculator into vLLM: ragged drafts of several drafters, and their right probabilities.
 
 vLLM's model runner asks one method for the drafts of a step, and another for the probabilities they were drawn
-with. `install` replaces both on the runner of one engine; everything else stays vLLM's. Used with method
+with. `Hook` replaces both on the runner of one engine; everything else stays vLLM's. Used with method
 "eagle3", whose draft model then runs when the plan wants it, or with "custom_class" and `NoProposals`, which
 loads no model.
 """
@@ -104,7 +104,8 @@ class Hook:
             tokens = self._model_tokens(scheduler_output, sampled, rest, plan.passes)
             model_seconds = self._clock() - begun
             chains = [tokens[row] for row in at]
-            self._keep_probs([(ids[row], row, n) for row, n in zip(at, plan.chains.tolist())])
+        # Where the model did not run too: its last chain must not vouch for another drafter's tokens.
+        self._keep_probs([(ids[row], row, n) for row, n in zip(at, plan.chains.tolist())])
         drafts: list[list[int]] = [[] for _ in rows]
         for row, draft in zip(at, self.speculator.complete(plan, chains)):
             drafts[row] = draft
