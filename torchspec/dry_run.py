@@ -228,12 +228,14 @@ class _Pipeline:
 
     def __init__(self, config: Config, spec: PolicySpec, ranks: int) -> None:
         parallel = config.parallel
-        self.split = split_layers(spec.layers, parallel.schedule, parallel.pp, parallel.layers_per_stage)
-        if parallel.pp == 1:
-            self.split = [range(spec.layers)]
-        self.where = stage_ranks(parallel.schedule, parallel.pp, len(self.split))
+        if parallel.pp == 1:  # the trainer makes no schedule then, whichever is named
+            schedule, self.split = "1F1B", [range(spec.layers)]
+        else:
+            schedule = parallel.schedule
+            self.split = split_layers(spec.layers, schedule, parallel.pp, parallel.layers_per_stage)
+        self.where = stage_ranks(schedule, parallel.pp, len(self.split))
         microbatches = _microbatches(config, dp_size(parallel, ranks))
-        self.order = schedule_order(parallel.schedule, parallel.pp, len(self.split), microbatches)
+        self.order = schedule_order(schedule, parallel.pp, len(self.split), microbatches)
         last = parallel.pp == 1 or config.draft.placement == "last"
         self.sinks = [self.where[-1] if last else m % parallel.pp for m in range(microbatches)]
         self.sources = {}

@@ -45,7 +45,7 @@ def layer_bytes(
     h = torch.empty(1, rows, policy.spec.dim, device=META, dtype=dtype, requires_grad=True)
     live = LiveBytes(inside)
     with live:
-        out = policy._run_layer(policy.layers[0], h, batch)
+        out = policy.run_layer(policy.layers[0], h, batch)
         kept = live.now
         out.backward(torch.empty_like(out))
     return kept + queries, live.peak - kept - out.nbytes  # the layer above was the last to need `out`
@@ -121,20 +121,31 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         inside: bytes that ops of these names have while they run, besides what they take and return.
+
+    Raises:
+        LookupError: on leaving, an op of `inside` was never run: it may have been renamed.
     """
 
     def __init__(self, inside: Mapping[str, int] | None = None) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._inside = inside or {}
+        self._unseen = set(self._inside)
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tree_map_only(Tensor, lambda x: self._see(x, is_new=False), (args, kwargs))
         out = func(*args, **(kwargs or {}))
         tree_map_only(Tensor, lambda x: self._see(x, is_new=True), out)
-        self.peak = max(self.peak, self.now + self._inside.get(func._schema.name, 0))
+        name = func._schema.name
+        self._unseen.discard(name)
+        self.peak = max(self.peak, self.now + self._inside.get(name, 0))
         return out
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        if self._unseen and exc_type is None:
+            raise LookupError(f"ops {sorted(self._unseen)} were not run, so their bytes are not counted")
 
     def _see(self, x: Tensor, *, is_new: bool) -> None:
         """Count a storage unless it is known. What is first seen as an argument was there before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torchspec.models import hf
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
 from torchspec.optim import ModelOptimizer
+from torchspec.parallel.stage import ScheduledStage
 from torchspec.parallel.tap_channel import TapChannel
 from torchspec.records import Batch, Taps
 
@@ -65,6 +67,7 @@ def all_on_two(mesh: Mesh, base: Path) -> dict[str, Any]:
     return {
         "taps": compare_taps(mesh, base, ON_TWO),
         "stepped": weights_and_steps(mesh, base),
+        "held": watch_buffers(mesh, base),
         "watched": watch(mesh, base),
     }
 
@@ -162,6 +165,48 @@ def test_policy_and_schedule_are_the_same_without_the_draft(on_two) -> None:
             assert calls and calls == without_calls
             assert gradients.keys() == without.keys()
             assert all(torch.equal(gradient, without[name]) for name, gradient in gradients.items())
+
+
+def watch_buffers(mesh: Mesh, base: Path) -> dict[str, tuple[int, int, bool]]:
+    """By schedule, of 8 microbatches: the most receive buffers before a forward, how many are left at the end,
+    and whether a loss has a graph then."""
+    packs = packing.pack(fixed_rollouts(groups=5), 4096, 8)
+    spec = PolicySpec.from_hf(base, 128)
+    return {
+        schedule: held_by(build_policy(config_of(schedule), mesh, base, spec), packs)
+        for schedule in ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")
+    }
+
+
+def held_by(policy: Policy, packs: list[Batch]) -> tuple[int, int, bool]:
+    stages: set[ScheduledStage] = set()
+    losses: list[Tensor] = []
+    held = []
+    plain = ScheduledStage.forward_one_chunk
+
+    def count() -> int:
+        infos = [i for stage in stages for i in (stage.args_recv_info, stage.grad_recv_info)]
+        return sum(info.buffer is not None for of in infos for each in of.values() for info in each)
+
+    def forward(stage: ScheduledStage, *args: Any, **kwargs: Any) -> Any:
+        stages.add(stage)
+        held.append(count())
+        return plain(stage, *args, **kwargs)
+
+    def loss(*args: Any) -> Tensor:
+        losses.append(log_likelihood(*args))
+        return losses[-1]
+
+    with patch.object(ScheduledStage, "forward_one_chunk", forward):
+        policy.forward_backward(packs, loss, **HOW)
+    return max(held), count(), any(loss.grad_fn is not None for loss in losses)
+
+
+def test_a_receive_buffer_lasts_from_its_receive_to_its_backward(on_two) -> None:
+    for results in on_two:
+        held = results["held"]
+        assert {schedule: found[1:] for schedule, found in held.items()} == dict.fromkeys(held, (0, False))
+        assert held["1F1B"][0] <= 1
 
 
 def weights_and_steps(mesh: Mesh, base: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchspec import meta_bytes
 from torchspec.config import ConfigError
 from torchspec.config_load import load
 from torchspec.dry_run import MB, estimate, policy_spec, report
@@ -83,8 +84,16 @@ def test_what_a_rank_holds_in_flight(schedule, placement) -> None:
         assert sum(moment.doing == "draft" for moment in seen) == sinks.count(rank)
         assert sum(moment.doing != "draft" for moment in seen) == len(order[rank])
         most = max(sum(moment.in_flight.values()) for moment in seen)
-        assert most == {"GPipe": count, "1F1B": ranks - rank}.get(schedule, most)
-        assert most <= 2 * count
+        # One more than the forwards that lead, as then every backward comes after a forward. Interleaved1F1B:
+        # a round of `ranks` on the lower stage, and two for each rank further on. ZBV: on rank r 2 (ranks - r) - 1
+        # on the stage of the way down, and r on both before the first on the way back has its backward.
+        known = {
+            "GPipe": count,
+            "1F1B": ranks - rank,
+            "Interleaved1F1B": ranks + 2 * (ranks - 1 - rank) + 1,
+            "ZBVZeroBubble": 2 * ranks,
+        }
+        assert most == known[schedule]
         # What the draft is trained on is there, and only in the end nothing else is.
         assert all(
             moment.taps >= (5 if rank != where[-1] else 2)
@@ -92,6 +101,22 @@ def test_what_a_rank_holds_in_flight(schedule, placement) -> None:
             if moment.doing == "draft" and moment.last
         )
         assert all(not sum(moment.in_flight.values()) for moment in seen if moment.last)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_one_rank_has_no_schedule(schedule) -> None:
+    plain, named = (
+        estimate(c, policy_spec(c), 2) for c in (load(DEMO), load(DEMO, ["--parallel.schedule", schedule]))
+    )
+    assert named == plain
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather", "passq"])
+def test_what_a_transport_holds_is_counted(monkeypatch, transport) -> None:
+    config = load(DEMO, ["--parallel.cp", "2", "--parallel.attention", transport])
+    real = meta_bytes.transport_bytes
+    monkeypatch.setattr(meta_bytes, "transport_bytes", lambda *args: dict.fromkeys(real(*args), 2**40))
+    assert estimate(config, policy_spec(config), 2).backward > 2**39  # and all of those ops were run
 
 
 def test_views_and_what_was_there_before_are_not_counted() -> None:
@@ -103,6 +128,14 @@ def test_views_and_what_was_there_before_are_not_counted() -> None:
         assert (live.now, live.peak) == (4 * 50, 4 * 50 + 4000)
         del made
         assert live.now == 0
+
+
+def test_an_op_that_was_never_run_is_an_error() -> None:
+    with (
+        pytest.raises(LookupError, match=r"\['aten::gone'\] were not run"),
+        LiveBytes({"aten::gone": 1, "aten::empty": 1}),
+    ):
+        torch.empty(1, device="meta")
 
 
 @pytest.mark.parametrize(("world", "message"), [("0", "1 or more"), ("x", "a number of ranks")])

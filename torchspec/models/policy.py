@@ -118,7 +118,7 @@ class Policy(nn.Module):
         for i in ids:
             if i in aux_layers:
                 entering[i] = h[0].detach()
-            h = self._run_layer(self.decoder.layers[str(i)], h, batch)
+            h = self.run_layer(self.decoder.layers[str(i)], h, batch)
         if ids.stop == self.spec.layers and ids.stop in aux_layers:
             entering[ids.stop] = h[0].detach()
         return h, entering
@@ -160,7 +160,8 @@ class Policy(nn.Module):
                 train_on(batch, output.taps)
             del output  # its taps, before the next pack's forward
 
-    def _run_layer(self, layer: nn.Module, h: Tensor, batch: Batch) -> Tensor:
+    def run_layer(self, layer: nn.Module, h: Tensor, batch: Batch) -> Tensor:
+        """One layer on h [1, T, E], with its activations recomputed in the backward if that is asked for."""
         inputs = (h, Context(batch.cu_seqlens, batch.group, batch.transport), batch.positions[None])
         if self.activation_checkpointing and torch.is_grad_enabled():
             keep_attention = partial(create_selective_checkpoint_contexts, save_ops())

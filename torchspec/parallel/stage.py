@@ -106,7 +106,9 @@ class ScheduledStage(PipelineStage):
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None and full_backward:
-            loss.detach_()  # the schedule keeps it, and its graph would keep the hidden states it began with
+            # The schedule keeps it, and its graph would keep the hidden states it began with. In a split backward
+            # torch detaches it itself.
+            loss.detach_()
         _without_buffers(self.args_recv_info[bwd_chunk_id])
         _without_buffers(self.grad_recv_info[bwd_chunk_id])
         self.after_backward(self.stage_index, bwd_chunk_id)
