@@ -345,6 +345,23 @@ def test_a_draft_that_is_not_worth_it_rests_within_an_iteration_too() -> None:
     assert speculator._with_model
 
 
+def test_a_plan_asks_for_chains_only_of_a_model_that_runs() -> None:
+    """Also in the step whose own estimate makes it one too many."""
+    cost = CostTable(tokens=[0, 10], batches=[1], seconds=[[1.0, 1.0]], draft=[[0.9, 0.0]])
+    speculator = make("eagle3", cost)
+    speculator.begin("0", "p", PROMPT, 1000)
+    hits, verified, plans = 4, 0, []
+    while not plans or plans[-1].passes is not None:
+        speculator.advance(["0"], [[7] * (min(hits, verified) + 1)], [verified], [min(hits, verified)], 0.0)
+        plans.append(speculator.plan(["0"]))
+        assert plans[-1].passes is not None or not plans[-1].chains.any()
+        (draft,) = speculator.complete(plans[-1], [[99] * (plans[-1].passes or 0)])
+        verified = len(draft)
+        hits = 4 if len(plans) < PATIENCE else 0
+    assert len(plans) > PATIENCE + 2
+    assert plans[-2].chains.any()
+
+
 def test_a_draft_that_pays_in_the_tail_only_pauses_before_it(caplog) -> None:
     """It is judged by batches about as large, and rests only if it was not worth its time all in all."""
     cost = CostTable(

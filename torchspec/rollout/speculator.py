@@ -121,6 +121,7 @@ class Speculator:
         """Requests, step and worth at its beginning: steps in a row with about as many requests."""
         self._rest = 0
         """Iterations to go without it."""
+        self._runs = False
         self._last: tuple[set[str], float, float, float] | None = None
         self._start_tally()
 
@@ -216,6 +217,7 @@ class Speculator:
         emptied = not self._waiting and 2 * len(request_ids) <= self._spell[0]
         if emptied or len(request_ids) >= 2 * self._spell[0]:
             self._spell = len(request_ids), self._step - 1, self._worth
+        self._runs = self._with_model  # for the whole plan, which changes what it is worth
         ids = list(request_ids)
         requests = [self._requests[i] for i in ids]
         generated = np.array([r.generated for r in requests], np.int64)
@@ -247,7 +249,7 @@ class Speculator:
         ends = np.concatenate([np.ones((len(ids), 1)), paths], axis=1)[np.arange(len(ids)), chains]
         return Plan(
             ids=ids,
-            passes=passes if self._with_model else None,
+            passes=passes if self._runs else None,
             chains=chains,
             drafts=drafts,
             rest=allowance.limits - chains,
@@ -364,7 +366,7 @@ class Speculator:
         paths = np.cumprod(each, axis=1)
         if self._step in self._probes:
             floors = np.zeros_like(floors)
-        allowed = (paths >= floors[:, None]).sum(axis=1) * self._with_model
+        allowed = (paths >= floors[:, None]).sum(axis=1) * self._runs
         return paths, np.minimum(allowed, np.maximum(limits, 0))
 
     def _choose(
@@ -407,7 +409,7 @@ class Speculator:
         return best
 
     def _drafting(self, passes: int, batch: int) -> float:
-        return self.budget.cost.drafting(passes, batch) if self._with_model else 0.0
+        return self.budget.cost.drafting(passes, batch) if self._runs else 0.0
 
     def _expect(self, ids: list[str], drafted: int, passes: int, saved: float) -> None:
         """Note what this step should cost and bring, for the estimated speed-up."""
