@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -111,3 +112,11 @@ def test_files_are_short() -> None:
         if (n := len(p.read_text().splitlines())) > 420
     }
     assert not long
+
+
+def test_pytest_looks_into_every_folder_of_tests(pytestconfig) -> None:
+    """Its own list of folders to leave out has "dist"."""
+    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
+    patterns = pytestconfig.getini("norecursedirs")
+    assert "dist" in folders
+    assert not [f for f in folders for pattern in patterns if fnmatch(f, pattern)]
