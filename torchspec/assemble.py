@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchspec.attention import Traffic, choose_transport
-from torchspec.config import Config, ConfigError
+from torchspec.config import Config, ConfigError, Draft
 from torchspec.data import check_tokenizer
 from torchspec.draft.eagle3 import FSDP_METHODS, DraftSpec, Eagle3
 from torchspec.draft.layouts import spec_from_json
+from torchspec.draft.trainer import DraftTrainer
 from torchspec.draft.vocab import build_d2t
 from torchspec.export import load_draft
 from torchspec.mesh import Mesh
@@ -132,6 +133,17 @@ def sampling_of(config: Config) -> Sampling:
 
 def compute_dtype(config: Config) -> torch.dtype:
     return getattr(torch, config.model.dtype)
+
+
+def draft_trainer(settings: Draft, draft: Eagle3) -> DraftTrainer:
+    """What trains `draft` as [draft] says."""
+    return DraftTrainer(
+        draft,
+        passes=settings.ttt_steps,
+        pass_decay=settings.pass_decay,
+        loss_rows=settings.loss_rows,
+        row_block=settings.row_block,
+    )
 
 
 def policy_transport(config: Config, spec: PolicySpec, ranks: int) -> str:

@@ -15,10 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchspec.assemble import compute_dtype, draft_spec, policy_transport
+from torchspec.assemble import compute_dtype, draft_spec, draft_trainer, policy_transport
 from torchspec.config import Config, ConfigError
 from torchspec.draft.eagle3 import DraftSpec, Eagle3
-from torchspec.draft.trainer import DraftTrainer
 from torchspec.mesh import dp_size
 from torchspec.meta_bytes import draft_bytes, layer_bytes, logits_bytes
 from torchspec.models.policy import Policy
@@ -199,13 +198,7 @@ def _weights(
 def _draft_bytes(config: Config, draft: Eagle3, rows: int) -> tuple[int, int, int]:
     """Of the draft's training on one pack: trunk, a chunk's logits, and all there is at most, these included."""
     settings, spec, dtype = config.draft, draft.spec, draft.fc.weight.dtype
-    trainer = DraftTrainer(
-        draft,
-        passes=settings.ttt_steps,
-        pass_decay=settings.pass_decay,
-        loss_rows=settings.loss_rows,
-        row_block=settings.row_block,
-    )
+    trainer = draft_trainer(settings, draft)
     weights = sum(p.numel() for p in draft.parameters())
     head = spec.draft_vocab_size * spec.dim
     # Full weights in the compute dtype and their gradients in fp32; on meta these are in the compute dtype.

@@ -23,6 +23,7 @@ from torchspec.assemble import (
     compute_dtype,
     contents,
     draft_spec,
+    draft_trainer,
     fingerprint,
     load_tokenizer,
     sampling_of,
@@ -32,7 +33,6 @@ from torchspec.assemble import (
 from torchspec.checkpoint import Checkpoints, Component, newest, reseed, restore
 from torchspec.config import Config, Optim, longest_draft
 from torchspec.data import ProblemOrder, encode_prompts, load_problems
-from torchspec.draft.trainer import DraftTrainer
 from torchspec.export import export_draft, export_policy, load_draft
 from torchspec.guards import Guards, GuardStop
 from torchspec.interrupt import Interrupt, Stopped
@@ -248,13 +248,7 @@ class Trainer:
     ) -> Learner:
         config, draft = self.config, None
         if self.draft:
-            trainer = DraftTrainer(
-                self.draft,
-                passes=config.draft.ttt_steps,
-                pass_decay=config.draft.pass_decay,
-                loss_rows=config.draft.loss_rows,
-                row_block=config.draft.row_block,
-            )
+            trainer = draft_trainer(config.draft, self.draft)
             optimizer = ModelOptimizer("draft", self.draft, config.draft.optim, draft_updates)
             draft = DraftLearner(trainer, optimizer)
         sum_over_stages = self.mesh.sum_over_pp_ if self.mesh.pp_size > 1 else None

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchspec.assemble import build_draft, build_policy, draft_spec
+from torchspec.assemble import build_draft, build_policy, draft_spec, draft_trainer
 from torchspec.config import Config, TinyModel
-from torchspec.draft.trainer import DraftTrainer
 from torchspec.learner import DraftLearner, Learner
 from torchspec.mesh import Mesh
 from torchspec.metrics import Meter
@@ -94,13 +93,7 @@ def build(mesh: Mesh, base: Path, config: Config) -> tuple[Learner, dict[str, di
             return 0.0
 
         optimizer.clip, optimizer.step = clip, optimizer.model.zero_grad
-    trainer = DraftTrainer(
-        draft,
-        passes=config.draft.ttt_steps,
-        pass_decay=config.draft.pass_decay,
-        loss_rows=config.draft.loss_rows,
-        row_block=config.draft.row_block,
-    )
+    trainer = draft_trainer(config.draft, draft)
     return Learner(config, mesh, policy, sides["policy"], DraftLearner(trainer, sides["draft"])), seen
 
 

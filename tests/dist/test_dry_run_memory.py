@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from tests.dist.worlds import run_world
-from torchspec.assemble import build_draft, build_policy, draft_spec
+from torchspec.assemble import build_draft, build_policy, draft_spec, draft_trainer
 from torchspec.config import Config
 from torchspec.config_load import load
-from torchspec.draft.trainer import DraftTrainer
 from torchspec.dry_run import MB, estimate, policy_spec
 from torchspec.learner import DraftLearner, Learner
 from torchspec.mesh import Mesh
@@ -90,13 +89,7 @@ def build(mesh: Mesh, config: Config, base: Path) -> Learner:
     policy = build_policy(config, mesh, base, spec)
     draft = build_draft(config, mesh, draft_spec(config, spec), {}, [])
     reference = build_policy(config, mesh, base, spec).requires_grad_(False) if config.rl.kl_coef else None
-    trainer = DraftTrainer(
-        draft,
-        passes=config.draft.ttt_steps,
-        pass_decay=config.draft.pass_decay,
-        loss_rows=config.draft.loss_rows,
-        row_block=config.draft.row_block,
-    )
+    trainer = draft_trainer(config.draft, draft)
     side = DraftLearner(trainer, ModelOptimizer("draft", draft, config.draft.optim, 10))
     sum_over_stages = mesh.sum_over_pp_ if mesh.pp_size > 1 else None
     optimizer = ModelOptimizer("policy", policy, config.optim, 10, sum_over_stages)
