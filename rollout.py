@@ -21,8 +21,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchspec.cli import main
-from torchspec.config import ConfigError
+from torchspec.commands.main import main
+from torchspec.errors import ConfigError
 
 
 def rollout(argv: list[str]) -> None:
@@ -32,7 +32,7 @@ def rollout(argv: list[str]) -> None:
     elif command == "bench":
         bench(rest)
     elif command == "replay":
-        from torchspec.rollout.replay import replay_command
+        from torchspec.commands.replay import replay_command
 
         replay_command(rest)
     else:
@@ -53,10 +53,12 @@ def generate(argv: list[str]) -> None:
     if options.policy:
         overrides += ["--model.source", options.policy]
 
-    from torchspec.config_load import load
+    from torchspec.config.load import load
 
     config = load(options.config, overrides)
-    from torchspec.generate import generate_file  # after the config is known to be good: this imports torch
+    from torchspec.commands.generate import (
+        generate_file,  # after the config is known to be good: this imports torch
+    )
 
     print(generate_file(config, options.draft, options.split, options.limit, options.out))
 
@@ -77,10 +79,10 @@ def bench(argv: list[str]) -> None:
     if options.policy:
         overrides += ["--model.source", options.policy]
 
-    from torchspec.config_load import load
+    from torchspec.config.load import load
 
     config = load(options.config, overrides)
-    from torchspec.bench import bench as run
+    from torchspec.commands.bench import bench as run
 
     modes: str = options.modes or ("off,eagle3,suffix,hybrid" if options.draft else "off,suffix")
     run(

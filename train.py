@@ -15,12 +15,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from torchspec.cli import main, take
-from torchspec.config import ConfigError
+from torchspec.commands.main import main, take
+from torchspec.errors import ConfigError
 
 
 def train(argv: list[str]) -> None:
-    from torchspec.config_load import load
+    from torchspec.config.load import load
 
     layout, rest = take(argv[1:], "--export.format")
     out, rest = take(rest, "--export")
@@ -31,12 +31,12 @@ def train(argv: list[str]) -> None:
     if layout and not out:
         raise ConfigError("--export.format needs --export DIR")
     if out:
-        from torchspec.export_run import export_run
+        from torchspec.commands.export import export_run
 
         print(export_run(config, Path(out), layout or "speculators"))
         return
     if dry or world:
-        from torchspec.dry_run import report
+        from torchspec.commands.dry_run import report
 
         print(report(config, world))
         return

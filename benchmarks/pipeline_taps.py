@@ -26,15 +26,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchspec import packing
-from torchspec.assemble import build_draft, draft_spec
-from torchspec.config import Config, Parallel, TinyModel
-from torchspec.draft.trainer import DraftTrainer
-from torchspec.mesh import Mesh
+from torchspec.build import build_draft, draft_spec
+from torchspec.config.schema import Config, Parallel, TinyModel
+from torchspec.data import packing
+from torchspec.distributed.mesh import Mesh
+from torchspec.distributed.parallelize import load_pipelined
+from torchspec.distributed.pipeline.policy import PipelinedPolicy, sum_gradients
+from torchspec.drafts.trainer import DraftTrainer
 from torchspec.models.policy import PolicyOutput
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
-from torchspec.parallel.pipeline import PipelinedPolicy, load_pipelined, sum_gradients
 from torchspec.records import Batch, Rollout, Taps
 
 MODES = ("policy alone", "taps sent", "last", "spread")
@@ -126,7 +127,7 @@ class Bench:
         def loss(index: int, output: PolicyOutput, batch: Batch) -> Tensor:
             return -output.logprobs.sum()
 
-        def train_on(batch: Batch, taps: Taps) -> None:
+        def draft_step(batch: Batch, taps: Taps) -> None:
             if head is not None:
                 self.trainer.backward(batch, taps, head, 1.0)
 
@@ -135,7 +136,7 @@ class Bench:
         if mode == "policy alone":
             policy.forward_backward(self.packs, loss, **how)
         else:
-            policy.forward_backward(self.packs, loss, aux_layers=aux, train_on=train_on, **how)
+            policy.forward_backward(self.packs, loss, aux_layers=aux, draft_step=draft_step, **how)
         if head is not None:
             sum_gradients(self.draft, self.mesh)
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu

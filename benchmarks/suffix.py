@@ -23,7 +23,7 @@ from collections.abc import Callable
 import numpy as np
 
 from torchspec.records import Rollout
-from torchspec.rollout.suffix import SuffixDrafter
+from torchspec.speculation.suffix.drafter import SuffixDrafter
 
 INSTALL = (
     "Arctic is not installed (best in a venv of its own): pip install nanobind==2.9.2 wheel ninja 'cmake<4.3' "

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from torchspec.draft.blocks import pass_counts
-from torchspec.draft.eagle3 import DraftSpec, Eagle3
-from torchspec.draft.trainer import DraftTrainer
-from torchspec.packing import make_batch
+from torchspec.data.packing import make_batch
+from torchspec.drafts.eagle3.blocks import pass_counts
+from torchspec.drafts.eagle3.model import DraftSpec, Eagle3
+from torchspec.drafts.trainer import DraftTrainer
 from torchspec.records import Rollout, Taps
 
 PASSES = (1, 4, 7)

@@ -136,7 +136,7 @@ class Batch:
     group: str = ""
     """Name of the process group whose ranks hold the pack's other rows; "": this rank holds all."""
     transport: str = "ring"
-    """How the policy's keys and values cross that group: "ring", "gather" or "passq"."""
+    """How the policy's keys and values cross that group: "ring", "gather" or "query_ring"."""
 
     def to(self, device: torch.device) -> Batch:
         """Move to `device`; `chain` and `cu_seqlens` stay on the host, where the work is planned."""

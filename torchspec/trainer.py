@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchspec import rewards, warmup
-from torchspec.assemble import (
+from torchspec.build import (
     base_folder,
     build_draft,
+    build_learner,
     build_policy,
     cache_folder,
     check_draft,
@@ -30,15 +30,15 @@ from torchspec.assemble import (
     score,
     special_ids,
 )
-from torchspec.checkpoint import Checkpoints, Component, newest, reseed, restore
-from torchspec.config import Config, Optim, longest_draft
-from torchspec.data import ProblemOrder, encode_prompts, load_problems
-from torchspec.export import export_draft, export_policy, load_draft
-from torchspec.guards import Guards, GuardStop
-from torchspec.interrupt import Interrupt, Stopped
-from torchspec.learner import DraftLearner, Learner, NonFinite
-from torchspec.mesh import Mesh
-from torchspec.metrics import (
+from torchspec.checkpoint.checkpoint import Checkpoints, Component, newest, reseed, restore
+from torchspec.checkpoint.export import export_draft, export_policy, load_draft
+from torchspec.checkpoint.run_folder import all_ranks_see, create_run_folder, find_run, note, note_resumption
+from torchspec.config.schema import Config, Optim, longest_draft
+from torchspec.data.problems import ProblemOrder, encode_prompts, load_problems
+from torchspec.distributed.interrupt import Interrupt
+from torchspec.distributed.mesh import Mesh
+from torchspec.errors import GuardStop, NonFinite, Stopped
+from torchspec.metrics.meter import (
     Meter,
     MetricWriter,
     add_tau,
@@ -49,20 +49,23 @@ from torchspec.metrics import (
     simulated_tau,
     speculation_metrics,
 )
+from torchspec.metrics.plots import draw_plots
 from torchspec.models.hf import load_hf
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
-from torchspec.optim import ModelOptimizer
-from torchspec.plots import draw_plots
 from torchspec.records import Problem, Rollout, SpecStats
-from torchspec.refit import FrozenCopy, HasWeights, refit
-from torchspec.rollout import vllm_cpu
-from torchspec.rollout.balance import LengthStats
+from torchspec.rewards import scorer as rewards
 from torchspec.rollout.engine import Request
 from torchspec.rollout.files import write_rollouts
 from torchspec.rollout.fleet import Fleet
-from torchspec.rollout.vllm import VllmEngine, check_version
-from torchspec.run_folder import all_ranks_see, create_run_folder, find_run, note, note_resumption
+from torchspec.rollout.vllm import cpu_patches as vllm_cpu
+from torchspec.rollout.vllm.engine import VllmEngine, check_version
+from torchspec.speculation.lengths import LengthStats
+from torchspec.training import warmup
+from torchspec.training.guards import Guards
+from torchspec.training.learner import DraftLearner, Learner
+from torchspec.training.optim import ModelOptimizer
+from torchspec.training.refit import FrozenCopy, HasWeights, refit
 
 
 class Trainer:
@@ -115,7 +118,7 @@ class Trainer:
             lengths=lengths,
             window=max(16, 2 * steps_per_epoch),
         )
-        self.fleet = Fleet(self.mesh, self.engine, lengths, config.balance.tail_weight)
+        self.fleet = Fleet(self.mesh, self.engine, lengths, config.rollout.tail_weight)
         self.frozen_draft = FrozenCopy(self.draft) if self.draft and config.eval.frozen_draft else None
         self.done = self.saved_step = 0
         self.scores: dict[str, float | None] = {}
@@ -253,7 +256,7 @@ class Trainer:
             draft = DraftLearner(trainer, optimizer)
         sum_over_stages = self.mesh.sum_over_pp_ if self.mesh.pp_size > 1 else None
         optimizer = ModelOptimizer("policy", self.policy, policy, updates, sum_over_stages)
-        return Learner(config, self.mesh, self.policy, optimizer, draft, reference)
+        return build_learner(config, self.mesh, self.policy, optimizer, draft, reference)
 
     def _warm_up(self) -> tuple[Path, Path | None]:
         """Teach the answer format, or load what an equal earlier run taught.
@@ -270,7 +273,7 @@ class Trainer:
         policy, draft = cached / "policy", cached / "draft"
         if not config.warmup.steps:
             if self.draft:
-                self._renew(draft)
+                self._remove_folder(draft)
                 export_draft(self.draft, draft, self.mesh)
             return self.base, draft if self.draft else None
         if all_ranks_see(policy, self.mesh):
@@ -279,16 +282,16 @@ class Trainer:
             if self.draft:
                 load_draft(self.draft, draft)
             return policy, draft if self.draft else None
-        self._renew(cached)  # what an interrupted warm-up left
+        self._remove_folder(cached)  # what an interrupted warm-up left
         once = Optim(lr=config.warmup.lr, schedule="cosine", min_lr_ratio=0.1, warmup_steps=10)
         learner = self._learner(once, config.warmup.steps, config.warmup.draft_steps)
-        warmup.teach(config, self.mesh, learner, self.problems, self.tokenizer, self.say)
+        warmup.train(config, self.mesh, learner, self.problems, self.tokenizer, self.say)
         if self.draft:
             export_draft(self.draft, draft, self.mesh)
         export_policy(self.policy, policy, self.base, self.mesh)  # last: its presence says that all is there
         return policy, draft if self.draft else None
 
-    def _renew(self, folder: Path) -> None:
+    def _remove_folder(self, folder: Path) -> None:
         if self.mesh.is_main:
             shutil.rmtree(folder, ignore_errors=True)
         self.mesh.barrier()
@@ -344,10 +347,10 @@ class Trainer:
     def _requests(self, problems: list[Problem], samples: int) -> list[Request]:
         return [Request(problem_id=p.id, prompt_tokens=self.prompts[p.id], samples=samples) for p in problems]
 
-    def _try(self, problems: list[Problem], samples: int) -> list[Rollout]:
+    def _generate_eval(self, problems: list[Problem], samples: int) -> list[Rollout]:
         """Answers that teach the drafters nothing."""
         speculator = self.engine.speculator
-        with speculator.unlearning() if speculator else nullcontext():
+        with speculator.frozen_stats() if speculator else nullcontext():
             return self.engine.generate(self._requests(problems, samples), sampling_of(self.config))
 
     def _refit(
@@ -368,14 +371,14 @@ class Trainer:
         reseed(self.config.run.seed, self.done, self.mesh.rank, "eval")
         samples = self.config.eval.samples_per_problem
         with self._phase(meter, "eval"):
-            rollouts = self._try(problems, samples)
+            rollouts = self._generate_eval(problems, samples)
             score(self.scorer, self.tokenizer, problems, rollouts)
             meter.mean("eval/reward", sum(r.reward or 0.0 for r in rollouts), len(rollouts))
             if self.engine.speculator:
                 add_tau(meter, "eval/tau", self._tau(rollouts))
             if self.frozen_draft:
                 self._refit(None, self.frozen_draft, draft_version=0)
-                add_tau(meter, "eval/tau_frozen", self._tau(self._try(problems, samples)))
+                add_tau(meter, "eval/tau_frozen", self._tau(self._generate_eval(problems, samples)))
             # Also without a frozen draft: what evaluation left in the prefix cache must not meet the next step,
             # or a run that is resumed there would differ.
             self._refit(None, self.draft if self.frozen_draft else None)
@@ -396,8 +399,10 @@ class Trainer:
         self._save(self._states())
         self.checkpoints.wait()
         served = compute_dtype(config)
-        self._renew(self.folder / "policy")  # a session that was stopped here, or asked for fewer steps
-        self._renew(self.folder / "draft")
+        self._remove_folder(
+            self.folder / "policy"
+        )  # a session that was stopped here, or asked for fewer steps
+        self._remove_folder(self.folder / "draft")
         export_policy(self.policy, self.folder / "policy", self.base, self.mesh, served)
         if self.draft:
             export_draft(self.draft, self.folder / "draft", self.mesh)

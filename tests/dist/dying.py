@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 
-from torchspec.config import Parallel
-from torchspec.interrupt import Interrupt
-from torchspec.mesh import Mesh
+from torchspec.config.schema import Parallel
+from torchspec.distributed.interrupt import Interrupt
+from torchspec.distributed.mesh import Mesh
 
 mesh = Mesh(Parallel(), device="cpu")
 with Interrupt(mesh) as interrupt:

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchspec.assemble import build_draft, build_policy, draft_spec, draft_trainer
-from torchspec.config import Config, TinyModel
-from torchspec.learner import DraftLearner, Learner
-from torchspec.mesh import Mesh
-from torchspec.metrics import Meter
+from torchspec.build import build_learner, build_draft, build_policy, draft_spec, draft_trainer
+from torchspec.config.schema import Config, TinyModel
+from torchspec.training.learner import DraftLearner, Learner
+from torchspec.distributed.mesh import Mesh
+from torchspec.metrics.meter import Meter
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
-from torchspec.optim import ModelOptimizer
+from torchspec.training.optim import ModelOptimizer
 from torchspec.records import Rollout
 
 TINY = TinyModel(dim=32, layers=3, heads=4, kv_heads=2, head_dim=8, ffn_dim=48)
@@ -94,7 +94,8 @@ def build(mesh: Mesh, base: Path, config: Config) -> tuple[Learner, dict[str, di
 
         optimizer.clip, optimizer.step = clip, optimizer.model.zero_grad
     trainer = draft_trainer(config.draft, draft)
-    return Learner(config, mesh, policy, sides["policy"], DraftLearner(trainer, sides["draft"])), seen
+    side = DraftLearner(trainer, sides["draft"])
+    return build_learner(config, mesh, policy, sides["policy"], side), seen
 
 
 def reinforce(

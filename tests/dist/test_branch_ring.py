@@ -20,7 +20,7 @@ from torchspec.attention import (
     Plan,
     Traffic,
     Trunk,
-    branch_attention_passq,
+    branch_attention_query_ring,
     branch_ring_attention,
     build_plan,
     context_attention,
@@ -29,10 +29,10 @@ from torchspec.attention import (
     trunk_attention,
     trunk_gather,
 )
-from torchspec.mesh import Mesh
+from torchspec.distributed.mesh import Mesh
 
 pytestmark = pytest.mark.dist
-TRANSPORTS = ("ring", "gather", "passq")
+TRANSPORTS = ("ring", "gather", "query_ring")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def attention(transport: str, case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
     if transport == "gather":
         trunk = trunk_gather(x.k, x.v, x.cu, group=group(), layout=case.layout)
         return trunk_attention(x.q, trunk, x.branch_k, x.branch_v, x.cu, **options)
-    op = branch_ring_attention if transport == "ring" else branch_attention_passq
+    op = branch_ring_attention if transport == "ring" else branch_attention_query_ring
     return op(x.q, x.k, x.v, x.branch_k, x.branch_v, x.cu, **options)
 
 
@@ -261,7 +261,7 @@ def check_bytes(passes: int, dtype: torch.dtype) -> None:
                 if trunk is not None:
                     outs.append(trunk_attention(x.q, trunk, *branches, x.cu, **options)[0])
                 else:
-                    op = branch_ring_attention if transport == "ring" else branch_attention_passq
+                    op = branch_ring_attention if transport == "ring" else branch_attention_query_ring
                     outs.append(op(x.q, x.k, x.v, *branches, x.cu, **options)[0])
             torch.stack(outs).sum().backward()
         assert sum(sent) == round(traffic.sent(transport)), transport
@@ -376,13 +376,13 @@ def check_errors(mesh: Mesh) -> None:
     ]
     with counted_bytes() as sent:
         for message, inputs, options in bad:
-            for op in (branch_ring_attention, branch_attention_passq):
+            for op in (branch_ring_attention, branch_attention_query_ring):
                 y = replace(x, **inputs)
                 with pytest.raises(ValueError, match=message):
                     op(y.q, y.k, y.v, y.branch_k, y.branch_v, y.cu, **{"group": group(), **options})
         with pytest.raises(ValueError, match=r"k has .* rows; rank"):
             trunk_gather(x.k[1:], x.v[1:], x.cu, group=group())
-        with pytest.raises(ValueError, match="must be ring, gather or passq"):
+        with pytest.raises(ValueError, match="must be ring, gather or query_ring"):
             context_attention(x.q, x.k, x.v, x.cu, group=group(), transport="auto")
     assert not sent
 
@@ -478,7 +478,7 @@ def check_compile(mesh: Mesh) -> None:
             elif transport == "ring":
                 out, _ = branch_ring_attention(q, k, v, [bk], [bv], cu, group=group())
             else:
-                out, _ = branch_attention_passq(q, k, v, [bk], [bv], cu, group=group())
+                out, _ = branch_attention_query_ring(q, k, v, [bk], [bv], cu, group=group())
             return out.square().sum()
 
         return loss

@@ -13,10 +13,10 @@ import torch
 
 from tests.dist.learning import TINY, build, fixed_rollouts, full, make_base, small_config
 from tests.dist.worlds import run_world
-from torchspec.checkpoint import Checkpoints, newest, restore, tensors_of
-from torchspec.config import Checkpoint, Parallel
-from torchspec.mesh import Mesh
-from torchspec.metrics import Meter
+from torchspec.checkpoint.checkpoint import Checkpoints, newest, restore, tensors_of
+from torchspec.config.schema import Checkpoint, Parallel
+from torchspec.distributed.mesh import Mesh
+from torchspec.metrics.meter import Meter
 
 pytestmark = pytest.mark.dist
 
@@ -38,7 +38,7 @@ class Owner:
         assert torch.equal(state["common"], COMMON)
 
 
-def go_on(mesh: Mesh, base: Path, folder: Path, steps: int) -> dict[str, Any]:
+def resume(mesh: Mesh, base: Path, folder: Path, steps: int) -> dict[str, Any]:
     """Resume from `folder` if there is something, make steps, save; metrics by step and all tensors at the end."""
     config = small_config(train__pack_tokens=60)
     config.optim.lr, config.draft.optim.lr = 1e-3, 5e-2
@@ -65,9 +65,9 @@ def go_on(mesh: Mesh, base: Path, folder: Path, steps: int) -> dict[str, Any]:
 
 def two_ranks(mesh: Mesh, base: Path, root: Path) -> list[dict[str, Any]]:
     """Five steps without a break; two; and, once others have made the third and the fourth, the fifth."""
-    whole, first = go_on(mesh, base, root / "whole", 5), go_on(mesh, base, root / "parts", 2)
+    whole, first = resume(mesh, base, root / "whole", 5), resume(mesh, base, root / "parts", 2)
     wait_for(root / "parts" / "step-000004")
-    return [whole, first, go_on(mesh, base, root / "parts", 1)]
+    return [whole, first, resume(mesh, base, root / "parts", 1)]
 
 
 def wait_for(path: Path) -> None:
@@ -87,9 +87,9 @@ def test_two_ranks_one_a_pipeline_and_two_again_are_two_all_along(tmp_path) -> N
         while not (root / "parts" / "step-000002").exists() and not pair.done():
             time.sleep(0.1)
         alone = Mesh(Parallel(), device="cpu")
-        second = go_on(alone, base, root / "parts", 1)
+        second = resume(alone, base, root / "parts", 1)
         alone.close()
-        piped, _ = run_world(2, go_on, stages, base, root / "parts", 1, parallel=Parallel(pp=2))
+        piped, _ = run_world(2, resume, stages, base, root / "parts", 1, parallel=Parallel(pp=2))
         (whole, first, third), (_, other_first, other_third) = pair.result()
     found = first["metrics"] | second["metrics"] | piped["metrics"] | third["metrics"]
     assert found.keys() == whole["metrics"].keys() == {1, 2, 3, 4, 5}

@@ -11,12 +11,13 @@ import torch
 
 from tests.dist.learning import fixed_rollouts, make_base, reinforce, small_config
 from tests.dist.worlds import run_world
-from torchspec import learner, packing
+from torchspec.data import packing
+from torchspec.training import learner
 from torchspec.attention import local_plan, with_halo
 from torchspec.attention.plan import Plan
-from torchspec.config import Config, Parallel
-from torchspec.mesh import Mesh
-from torchspec.parallel.context import local_rows
+from torchspec.config.schema import Config, Parallel
+from torchspec.distributed.mesh import Mesh
+from torchspec.distributed.context_parallel import local_rows
 from torchspec.records import Batch
 
 pytestmark = pytest.mark.dist
@@ -33,7 +34,7 @@ SPLIT = {
     "ring": (exact(parallel__attention="ring"), True),
     "gather, packs of 60": (exact(parallel__attention="gather", train__pack_tokens=60), True),
     # fewer tokens than ranks have chunks in the short documents: some ranks own no row of a pack
-    "passq, packs of 1": (exact(parallel__attention="passq", train__pack_tokens=1), True),
+    "query_ring, packs of 1": (exact(parallel__attention="query_ring", train__pack_tokens=1), True),
     "blocks of 7 rows": (exact(draft__row_block=7), True),
     "blocks of 32 rows, recomputed": (exact(draft__row_block=32, train__activation_checkpointing=True), True),
 }

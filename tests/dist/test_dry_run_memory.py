@@ -16,16 +16,16 @@ import pytest
 import torch
 
 from tests.dist.worlds import run_world
-from torchspec.assemble import build_draft, build_policy, draft_spec, draft_trainer
-from torchspec.config import Config
-from torchspec.config_load import load
-from torchspec.dry_run import MB, estimate, policy_spec
-from torchspec.learner import DraftLearner, Learner
-from torchspec.mesh import Mesh
-from torchspec.metrics import Meter
+from torchspec.build import build_draft, build_learner, build_policy, draft_spec, draft_trainer
+from torchspec.config.schema import Config
+from torchspec.config.load import load
+from torchspec.commands.dry_run import MB, estimate, policy_spec
+from torchspec.training.learner import DraftLearner, Learner
+from torchspec.distributed.mesh import Mesh
+from torchspec.metrics.meter import Meter
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
-from torchspec.optim import ModelOptimizer
+from torchspec.training.optim import ModelOptimizer
 from torchspec.records import Rollout
 
 pytestmark = pytest.mark.dist
@@ -49,9 +49,9 @@ CASES = {
     "hybrid": (2, "hybrid_cpu", ""),
     "cp 2, ring": (2, "demo_cpu", "--parallel.cp 2 --parallel.attention ring"),
     "cp 2, gather": (2, "demo_cpu", "--parallel.cp 2 --parallel.attention gather --model.tiny.kv_heads 6"),
-    "cp 2, passq": (2, "demo_cpu", "--parallel.cp 2 --parallel.attention passq"),
+    "cp 2, query_ring": (2, "demo_cpu", "--parallel.cp 2 --parallel.attention query_ring"),
     "cp 2, kl, row blocks": (2, "demo_cpu", f"--parallel.cp 2 --rl.kl_coef 0.1 {SAVING}"),
-    "draft on the last stage": (2, "pipeline_cpu", f"{WIDE} --draft.placement last"),
+    "draft on the last stage": (2, "pipeline_cpu", f"{WIDE} --parallel.draft_placement last"),
     "1F1B, kl, row blocks": (2, "pipeline_cpu", f"{WIDE} {SAVING} --rl.kl_coef 0.1"),
     "Interleaved1F1B": (2, "pipeline_cpu", f"{WIDE} {EVEN} --parallel.schedule Interleaved1F1B"),
     "ZBV": (2, "pipeline_cpu", f"{WIDE} {EVEN} --parallel.schedule ZBVZeroBubble"),
@@ -93,7 +93,7 @@ def build(mesh: Mesh, config: Config, base: Path) -> Learner:
     side = DraftLearner(trainer, ModelOptimizer("draft", draft, config.draft.optim, 10))
     sum_over_stages = mesh.sum_over_pp_ if mesh.pp_size > 1 else None
     optimizer = ModelOptimizer("policy", policy, config.optim, 10, sum_over_stages)
-    return Learner(config, mesh, policy, optimizer, side, reference)
+    return build_learner(config, mesh, policy, optimizer, side, reference)
 
 
 def measure(mesh: Mesh, config: Config, base: Path) -> float:

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.dist.worlds import run_world
-from torchspec.config import TinyModel
-from torchspec.export import export_policy
-from torchspec.mesh import Mesh
+from torchspec.config.schema import TinyModel
+from torchspec.checkpoint.export import export_policy
+from torchspec.distributed.mesh import Mesh
+from torchspec.distributed.parallelize import load_policy
 from torchspec.models import hf
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
-from torchspec.parallel.fsdp import shard
+from torchspec.distributed.fsdp import shard
 from torchspec.records import Batch
 
 pytestmark = pytest.mark.dist
@@ -105,7 +106,7 @@ def test_gradients_are_the_sum_over_ranks(tmp_path: Path) -> None:
 def train_and_export(mesh: Mesh, source: Path, target: Path) -> dict[str, Tensor]:
     """A few checks along one optimizer step in mixed precision."""
     shape = PolicySpec.from_hf(source)
-    policy = hf.load_policy(source, shape, mesh, torch.bfloat16, activation_checkpointing=True)
+    policy = load_policy(source, shape, mesh, torch.bfloat16, activation_checkpointing=True)
     plain = Policy(shape)
     hf.load_hf(plain, source)
 

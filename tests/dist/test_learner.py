@@ -10,10 +10,10 @@ import torch
 
 from tests.dist.learning import build, fixed_rollouts, full, gradients, make_base, reinforce, small_config
 from tests.dist.worlds import run_world
-from torchspec import packing
-from torchspec.learner import NonFinite
-from torchspec.mesh import Mesh
-from torchspec.metrics import Meter
+from torchspec.data import packing
+from torchspec.errors import NonFinite
+from torchspec.distributed.mesh import Mesh
+from torchspec.metrics.meter import Meter
 
 pytestmark = pytest.mark.dist
 

@@ -14,12 +14,13 @@ import torch
 from tests.dist.learning import fixed_rollouts, make_base, small_config
 from tests.dist.test_taps import HOW, TINY, log_likelihood
 from tests.dist.worlds import run_world
-from torchspec import packing
-from torchspec.assemble import build_policy
-from torchspec.config import Parallel
-from torchspec.mesh import Mesh
+from torchspec.data import packing
+from torchspec.build import build_policy
+from torchspec.config.schema import Parallel
+from torchspec.distributed.mesh import Mesh
 from torchspec.models.spec import PolicySpec
-from torchspec.parallel.tap_channel import TapChannel, TapError
+from torchspec.errors import TapError
+from torchspec.distributed.pipeline.tap_channel import (TapChannel)
 
 pytestmark = pytest.mark.dist
 TIMEOUT_S = 1.5
@@ -62,7 +63,7 @@ def run_faults(mesh: Mesh, base: Path, faults: list[str], folder: Path) -> dict[
     """What this rank raised in each case, and after how many seconds. Ranks with an error live on."""
     config = small_config(tap__timeout_s=TIMEOUT_S)
     packs = packing.pack(fixed_rollouts(groups=5), 4096, 4)
-    aux = {"aux_layers": (1, 2, 5), "train_on": lambda batch, taps: None}
+    aux = {"aux_layers": (1, 2, 5), "draft_step": lambda batch, taps: None}
     found = {}
     for fault in faults:
         (group,) = mesh.pp_groups(1, 60.0)  # each fault breaks the one it met
@@ -84,7 +85,7 @@ def run_faults(mesh: Mesh, base: Path, faults: list[str], folder: Path) -> dict[
 
 FAULTS = {  # what the last rank says
     "header": "microbatch 2: the message has pack [0-9]+, not [0-9]+",
-    "never sent": "microbatch 3 from stage 0 .3 received and 3 consumed of 4; .* tap.timeout_s = 1.5",
+    "never sent": "microbatch 3 from stage 0 .3 received and 3 consumed of 4; .* parallel.tap_timeout_s = 1.5",
     "loss": "ValueError: no loss for this one",
     "dies": "Connection closed by peer|Read error",
 }

@@ -13,16 +13,16 @@ from torch.distributed.pipelining import PipelineStage
 
 from tests.dist.learning import build, fixed_rollouts, full, make_base, reinforce, small_config
 from tests.dist.worlds import run_world
-from torchspec import packing
-from torchspec.assemble import build_policy
-from torchspec.config import Config, Optim, Parallel, TinyModel
-from torchspec.mesh import Mesh
+from torchspec.data import packing
+from torchspec.build import build_policy
+from torchspec.config.schema import Config, Optim, Parallel, TinyModel
+from torchspec.distributed.mesh import Mesh
 from torchspec.models import hf
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
-from torchspec.optim import ModelOptimizer
-from torchspec.parallel.stage import ScheduledStage
-from torchspec.parallel.tap_channel import TapChannel
+from torchspec.training.optim import ModelOptimizer
+from torchspec.distributed.pipeline.stage import ScheduledStage
+from torchspec.distributed.pipeline.tap_channel import TapChannel
 from torchspec.records import Batch, Taps
 
 pytestmark = pytest.mark.dist
@@ -102,7 +102,7 @@ def compare_taps(mesh: Mesh, base: Path, cases: list[Case]) -> list[tuple[str, i
                 m = next(m for m, pack in enumerate(packs) if pack is batch)
                 trained.append((case, count, m))
 
-            policy.forward_backward(packs, log_likelihood, aux_layers=aux, train_on=check, **HOW)
+            policy.forward_backward(packs, log_likelihood, aux_layers=aux, draft_step=check, **HOW)
             policy.zero_grad()
             (channel,) = policy._channels.values()
             made = sum(n for stage, n in channel.sources.items() if channel.stage_ranks[stage] == mesh.pp_rank)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from torchspec.config import Parallel
-from torchspec.mesh import Mesh
+from torchspec.config.schema import Parallel
+from torchspec.distributed.mesh import Mesh
 
 
 def run_world(

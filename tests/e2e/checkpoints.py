@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from torchspec.config import Config
+from torchspec.config.schema import Config
 from torchspec.rollout.engine import Request
 
 VOCAB = 40  # small, so that even a random draft is accepted now and then
@@ -136,7 +136,7 @@ def engine_config(max_len: int = 256, num_draft_tokens: int = 3, **rollout: obje
     config.model.max_len = max_len
     config.rollout.num_draft_tokens = num_draft_tokens
     config.rollout.kv_cache_gb = 0.05
-    config.budget.policy = "unlimited"
+    config.budget.rule = "unlimited"
     for name, value in rollout.items():
         setattr(config.rollout, name, value)
     return config

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from torchspec.config_load import load
+from torchspec.config.load import load
 from torchspec.records import Problem, Rollout
-from torchspec.rollout import vllm_setup
 from torchspec.rollout.engine import Request, Sampling
+from torchspec.rollout.vllm import setup as vllm_setup
 from torchspec.trainer import Trainer
 
 SMALL = {

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from durable_run import SMALL
 
-from torchspec.cli import main as command_line
-from torchspec.config_load import load
+from torchspec.commands.main import main as command_line
+from torchspec.config.load import load
 from torchspec.records import Rollout
-from torchspec.rollout import vllm_setup
 from torchspec.rollout.engine import Request, Sampling
-from torchspec.rollout.vllm import VllmEngine
+from torchspec.rollout.vllm import setup as vllm_setup
+from torchspec.rollout.vllm.engine import VllmEngine
 from torchspec.trainer import Trainer
 
 LIMIT_S = 120

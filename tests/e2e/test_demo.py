@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from torchspec.metrics import read_metrics
-from torchspec.rollout.budget import CostTable
+from torchspec.metrics.meter import read_metrics
+from torchspec.speculation.budget import CostTable
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "demo_cpu.toml"
@@ -140,11 +140,11 @@ def test_a_hybrid_run_reports_both_drafters(hybrid_run) -> None:
     rows = read_metrics(hybrid_run)
     assert all(math.isfinite(value) for row in rows for value in row.values())
     for row in rows:
-        parts = [row[f"speculation/{name}_drafted"] for name in ("eagle3", "suffix")]
+        parts = [row[f"speculation/{name}_drafted"] for name in ("model", "suffix")]
         classes = [row[f"speculation/{name}_drafted"] for name in ("short", "medium", "long")]
         assert sum(parts) == sum(classes) > 0
         assert row["rollout/tau"] >= 1
-        assert row["speculation/eagle3_tau"] >= 1
+        assert row["speculation/model_tau"] >= 1
         assert {"speculation/suffix_accept_15", "perf/draft_host_ms", "perf/learn_s"} <= row.keys()
         assert row["speculation/estimated"] > 0
         assert row["speculation/measured"] > 0
@@ -169,7 +169,7 @@ def test_the_bench_compares_all_drafters_in_one_engine(hybrid_run, tmp_path) -> 
     assert "greedy tokens of off, eagle3, suffix, hybrid are equal in every epoch" in done.stdout
     rows = json.loads((out / "bench.json").read_text())["rows"]
     assert [(row["epoch"], row["mode"]) for row in rows] == [
-        (epoch, mode) for epoch in (1, 2) for mode in ("off", "eagle3", "suffix", "hybrid")
+        (epoch, mode) for epoch in (1, 2) for mode in ("off", "model", "suffix", "hybrid")
     ]
     assert {row["tokens"] for row in rows} == {rows[0]["tokens"]}
     assert all(row["ratio"] == 1 and not sum(row["drafted"]) for row in rows if row["mode"] == "off")

@@ -13,18 +13,18 @@ import torch
 from checkpoints import END_TOKEN, engine_config, requests
 from test_vllm_engine import chains, oracle_logprobs
 
-from torchspec.config import ConfigError
+from torchspec.errors import ConfigError
 from torchspec.records import SpecStats
-from torchspec.rollout.balance import LengthStats
-from torchspec.rollout.budget import CostTable
 from torchspec.rollout.engine import Request, Sampling
-from torchspec.rollout.speculator import Speculator
-from torchspec.rollout.vllm import VllmEngine
+from torchspec.rollout.vllm.engine import VllmEngine
+from torchspec.speculation.budget import CostTable
+from torchspec.speculation.lengths import LengthStats
+from torchspec.speculation.speculator import Speculator
 
 pytestmark = pytest.mark.e2e
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=48)
-DRAFTERS = ("eagle3", "suffix", "hybrid")
+DRAFTERS = ("model", "suffix", "hybrid")
 # Decode-bound: a step takes 5 ms, a token 20 us, the draft 0.5 ms and 0.2 ms a token.
 COST = CostTable(tokens=[0, 4096], batches=[1], seconds=[[5e-3, 87e-3]], draft=[[5e-4, 2e-4]])
 FREE_DRAFT = dataclasses.replace(COST, draft=[[0.0, 0.0]])  # a random draft's passes are worth nothing else
@@ -33,7 +33,7 @@ FREE_DRAFT = dataclasses.replace(COST, draft=[[0.0, 0.0]])  # a random draft's p
 def config_of(drafter, policy="price", **rollout):
     config = engine_config(**rollout)
     config.rollout.drafter = drafter
-    config.budget.policy = policy
+    config.budget.rule = policy
     config.suffix.max_draft = 8
     return config
 
@@ -105,7 +105,7 @@ def test_greedy_tokens_are_the_plain_ones_in_every_epoch(engine, plain, drafter,
         check_counts(found, tally)
         speculator.lengths.observe(found)
         speculator.learn(epoch, found)
-    if drafter != "eagle3":  # by now everything was said before
+    if drafter != "model":  # by now everything was said before
         assert SpecStats.total((r.spec for r in found), 8).tau > 5
         assert speculator.window_bytes > 0
     torch.testing.assert_close(
@@ -225,7 +225,7 @@ def test_the_suffix_drafter_goes_on_behind_a_chain(engine, plain):
 def test_chains_in_the_hybrid_are_those_of_the_draft_alone(engine):
     """Its KV cache is complete although other drafts were verified: the greedy chains are equal."""
     batch, found = requests(6, seed=5), {}
-    for drafter in ("eagle3", "hybrid"):
+    for drafter in ("model", "hybrid"):
         speculator = speculator_of(drafter, "unlimited")
         engine.speculate(speculator)
         chains_of: dict = found.setdefault(drafter, {})
@@ -241,11 +241,11 @@ def test_chains_in_the_hybrid_are_those_of_the_draft_alone(engine):
         for epoch in range(2):
             rollouts = engine.generate(batch, GREEDY)
             speculator.learn(epoch, rollouts)
-    common = [key for key in found["hybrid"] if key in found["eagle3"]]
+    common = [key for key in found["hybrid"] if key in found["model"]]
     assert len(common) > 30
     for key in common:
-        n = min(len(found["hybrid"][key]), len(found["eagle3"][key]))
-        assert found["hybrid"][key][:n] == found["eagle3"][key][:n], key
+        n = min(len(found["hybrid"][key]), len(found["model"][key]))
+        assert found["hybrid"][key][:n] == found["model"][key][:n], key
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "hybrid"])

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from torchspec.config_load import load
-from torchspec.draft.eagle3 import DraftSpec
-from torchspec.draft.layouts import LAYOUTS, renamed, spec_from_json
-from torchspec.export_run import export_run
-from torchspec.metrics import read_metrics
-from torchspec.rollout.budget import CostTable
+from torchspec.commands.export import export_run
+from torchspec.config.load import load
+from torchspec.drafts.eagle3.checkpoint import LAYOUTS, renamed, spec_from_json
+from torchspec.drafts.eagle3.model import DraftSpec
+from torchspec.metrics.meter import read_metrics
+from torchspec.speculation.budget import CostTable
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -63,7 +63,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 def session(folder: Path, run_name: str, log: str, **what: Any) -> dict[str, Any]:
     """One session of a run of `folder`."""
-    budget = {"budget.policy": "price", "budget.cost_table": folder / "cost.json"}
+    budget = {"budget.rule": "price", "budget.cost_table": folder / "cost.json"}
     options = {"run.dir": folder, "run.name": run_name, **budget}
     overrides = [f"--{key}={value}" for key, value in options.items()]
     return {"log": str(folder / log), "overrides": overrides, **what}

@@ -25,17 +25,17 @@ from checkpoints import (
 from safetensors.torch import load_file
 
 from torchspec.attention import branch_attention
-from torchspec.draft.eagle3 import DraftSpec, Eagle3
-from torchspec.draft.layouts import Layout, Verifier
-from torchspec.draft.vocab import target_ids
-from torchspec.export import export_draft
+from torchspec.checkpoint.export import export_draft
+from torchspec.drafts.eagle3.checkpoint import Layout, Verifier
+from torchspec.drafts.eagle3.model import DraftSpec, Eagle3
+from torchspec.drafts.vocab import target_ids
 from torchspec.models.hf import load_hf
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
 from torchspec.records import Batch, Rollout, Taps
-from torchspec.refit import refit
 from torchspec.rollout.engine import Sampling
-from torchspec.rollout.vllm import VllmEngine
+from torchspec.rollout.vllm.engine import VllmEngine
+from torchspec.training.refit import refit
 
 pytestmark = pytest.mark.e2e
 

@@ -19,11 +19,11 @@ from test_durable import assert_same_tensors, measured
 from test_refit import stored
 from test_vllm_engine import oracle_logprobs
 
-from torchspec.guards import GuardStop
+from torchspec.errors import EngineDied, GuardStop
 from torchspec.records import SpecStats
-from torchspec.refit import refit
-from torchspec.rollout.engine import EngineDied, Sampling
-from torchspec.rollout.vllm import VllmEngine
+from torchspec.rollout.engine import Sampling
+from torchspec.rollout.vllm.engine import VllmEngine
+from torchspec.training.refit import refit
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -76,7 +76,7 @@ def test_finished_answers_are_kept_and_the_others_are_the_undisturbed_ones(folde
     assert (engine.policy_version, engine.draft_version) == (0, 0)  # what it holds, until it is told better
     refit(engine, policy, None, policy_version=3, draft_version=0)
     asked = count_asked(engine)
-    rollouts = engine.go_on()
+    rollouts = engine.resume()
     assert asked == [15 - len(kept)]
     assert rollouts == undisturbed
     assert all(any(rollout is one for one in rollouts) for rollout in kept)
@@ -131,7 +131,7 @@ def test_the_drafters_keep_what_they_learned(folders, oracle) -> None:
         assert (now["nodes"] == then["nodes"]).all()
     speculator.take_tally()
     refit_all()
-    rollouts = engine.go_on()
+    rollouts = engine.resume()
     assert [(r.problem_id, r.sample, r.tokens) for r in rollouts] == [
         (r.problem_id, r.sample, r.tokens) for r in undisturbed
     ]
@@ -146,7 +146,7 @@ def test_the_drafters_keep_what_they_learned(folders, oracle) -> None:
     assert 1 < len(begun) <= 4
     engine.restart()
     refit_all()
-    rollouts = engine.go_on()
+    rollouts = engine.resume()
     # What was begun goes on: made anew, it could still become a short answer, and the kept ones are short already.
     for sample in engine._samples:
         if sample.id in begun:
@@ -188,7 +188,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-OFF = {"draft.enabled": "false", "rollout.drafter": "eagle3"}
+OFF = {"draft.enabled": "false", "rollout.drafter": "model"}
 
 
 @pytest.mark.dist
@@ -212,7 +212,7 @@ def test_one_rank_of_two_loses_its_engine(tmp_path) -> None:
 @pytest.mark.dist
 def test_the_draft_comes_back_too(tmp_path) -> None:
     """Drafts that sample: no two runs are alike, but the rollouts are the trained policy's."""
-    budget = {"budget.policy": "unlimited"}
+    budget = {"budget.rule": "unlimited"}
     found, said = run(tmp_path, {"both": dict(dies=[3], at=10, keys=budget)})
     assert found["both"]["statuses"] == [0, 0], said[-3000:]
     rollouts = rows(tmp_path / "both.jsonl")

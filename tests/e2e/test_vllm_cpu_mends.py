@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from torchspec.rollout.vllm_cpu import MENDS, mend
-from torchspec.rollout.vllm_setup import prepare_environment
+from torchspec.rollout.vllm.cpu_patches import MENDS, mend
+from torchspec.rollout.vllm.setup import prepare_environment
 
 pytestmark = pytest.mark.e2e
 
 PROBE = """
 import json
-from torchspec.rollout.vllm_setup import prepare_environment
-from torchspec.rollout.vllm_cpu import MENDS, mend
+from torchspec.rollout.vllm.setup import prepare_environment
+from torchspec.rollout.vllm.cpu_patches import MENDS, mend
 prepare_environment("cpu")
 pristine = {entry.name: entry.shows() for entry in MENDS}
 first, second = mend(), mend()

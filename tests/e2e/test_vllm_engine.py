@@ -14,9 +14,10 @@ import pytest
 import torch
 from checkpoints import END_TOKEN, draft_weights, engine_config, requests, write_draft
 
-from torchspec.config import Config, ConfigError
+from torchspec.config.schema import Config
+from torchspec.errors import ConfigError
 from torchspec.rollout.engine import Request, Sampling
-from torchspec.rollout.vllm import VllmEngine, check_version
+from torchspec.rollout.vllm.engine import VllmEngine, check_version
 
 pytestmark = pytest.mark.e2e
 
@@ -282,7 +283,7 @@ import torch.distributed as dist
 sys.path.insert(0, {here!r})
 from checkpoints import engine_config, requests
 from torchspec.rollout.engine import Sampling
-from torchspec.rollout.vllm import VllmEngine
+from torchspec.rollout.vllm.engine import VllmEngine
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -9,14 +9,14 @@ from torchspec.attention import branch_attention, core, reference
 from torchspec.attention.core import Keys
 from torchspec.attention.kernels import accumulator
 from torchspec.attention.plan import build_plan
-from torchspec.config import Parallel
-from torchspec.draft.blocks import pass_counts
-from torchspec.draft.eagle3 import FSDP_METHODS, DraftSpec, Eagle3
-from torchspec.draft.trainer import DraftTrainer
-from torchspec.mesh import Mesh
-from torchspec.metrics import Stopwatch
-from torchspec.packing import make_batch
-from torchspec.parallel.fsdp import shard
+from torchspec.config.schema import Parallel
+from torchspec.data.packing import make_batch
+from torchspec.distributed.fsdp import shard
+from torchspec.distributed.mesh import Mesh
+from torchspec.drafts.eagle3.blocks import pass_counts
+from torchspec.drafts.eagle3.model import FSDP_METHODS, DraftSpec, Eagle3
+from torchspec.drafts.trainer import DraftTrainer
+from torchspec.metrics.meter import Stopwatch
 from torchspec.records import Rollout, Taps
 
 pytestmark = [

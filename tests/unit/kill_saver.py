@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchspec.checkpoint import Checkpoints, damage, newest, restore
-from torchspec.config import Checkpoint, Optim, Parallel
-from torchspec.mesh import Mesh
-from torchspec.optim import ModelOptimizer
+from torchspec.checkpoint.checkpoint import Checkpoints, damage, newest, restore
+from torchspec.config.schema import Checkpoint, Optim, Parallel
+from torchspec.distributed.mesh import Mesh
+from torchspec.training.optim import ModelOptimizer
 
 
 def models() -> dict[str, ModelOptimizer]:
@@ -49,7 +49,7 @@ def die_before(operation: int) -> None:
     sys.addaudithook(count)
 
 
-def save_for_ever(folder: Path, announce: Path, ready: int, operation: int) -> None:
+def save_for_ever(folder: Path, set_queue_depth: Path, ready: int, operation: int) -> None:
     """Writes to the pipe `ready` after its first save, and then, unless 0, dies before a file operation."""
     mesh = Mesh(Parallel(), device="cpu")
     optimizers = models()
@@ -68,7 +68,7 @@ def save_for_ever(folder: Path, announce: Path, ready: int, operation: int) -> N
         checkpoints.save({"step": step, "scores": {"reward": -step % 7}}, optimizers, {})
         if step % 2:  # every other save overlaps with the next step
             checkpoints.wait()
-            announce.write_text(str(step))
+            set_queue_depth.write_text(str(step))
             if operation:
                 die_before(operation)
                 operation = 0
@@ -103,7 +103,7 @@ def examine(folder: Path) -> tuple[int, bool]:
 def main(root: Path, instants: int) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    folder, announce = root / "checkpoints", root / "announced"
+    folder, set_queue_depth = root / "checkpoints", root / "announced"
     folder.mkdir()
     warm_up(root / "warm")
     draw, report = random.Random(0), []
@@ -112,7 +112,9 @@ def main(root: Path, instants: int) -> None:
         child = os.fork()
         if child == 0:
             try:
-                save_for_ever(folder, announce, ready, operation=instant // 2 + 1 if instant % 2 else 0)
+                save_for_ever(
+                    folder, set_queue_depth, ready, operation=instant // 2 + 1 if instant % 2 else 0
+                )
             finally:
                 os._exit(1)
         os.read(started, 1)
@@ -134,7 +136,7 @@ def main(root: Path, instants: int) -> None:
         found, loads = json.loads(os.read(reader, 100) or "[-1, false]")
         os.close(reader)
         os.waitpid(examiner, 0)
-        text = announce.read_text() if announce.exists() else ""
+        text = set_queue_depth.read_text() if set_queue_depth.exists() else ""
         report.append({"found": found, "loads": loads, "announced": int(text or 0), "partial": half})
     (root / "report.json").write_text(json.dumps(report))
 

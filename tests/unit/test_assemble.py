@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchspec.assemble import (
+from torchspec.build import (
     build_draft,
     contents,
     decode,
@@ -17,14 +17,15 @@ from torchspec.assemble import (
     load_tokenizer,
     special_ids,
 )
-from torchspec.config import Config, ConfigError, Parallel, TinyModel
-from torchspec.draft.vocab import target_ids
-from torchspec.export import export_draft
-from torchspec.mesh import Mesh
+from torchspec.checkpoint.export import export_draft
+from torchspec.config.schema import Config, Parallel, TinyModel
+from torchspec.distributed.mesh import Mesh
+from torchspec.drafts.vocab import target_ids
+from torchspec.errors import ConfigError
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
 from torchspec.records import Problem
-from torchspec.warmup import check, example
+from torchspec.training.warmup import check, example
 
 
 @pytest.fixture(scope="module")

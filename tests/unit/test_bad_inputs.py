@@ -16,28 +16,29 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchspec.assemble import check_draft, draft_spec, load_tokenizer
-from torchspec.checkpoint import Checkpoints, newest, restore
-from torchspec.cli import main
-from torchspec.config import Checkpoint, Config, ConfigError, Data, Optim, Parallel, TinyModel
-from torchspec.config_load import load
-from torchspec.data import ProblemOrder, encode_prompts, load_problems
-from torchspec.draft.eagle3 import Eagle3
-from torchspec.draft.layouts import Verifier, config_json
-from torchspec.dry_run import report
-from torchspec.export import load_draft
-from torchspec.export_run import export_run
-from torchspec.mesh import Mesh
+from torchspec.build import check_draft, draft_spec, load_tokenizer
+from torchspec.checkpoint.checkpoint import Checkpoints, newest, restore
+from torchspec.checkpoint.export import load_draft
+from torchspec.checkpoint.run_folder import create_run_folder, find_run
+from torchspec.commands.dry_run import report
+from torchspec.commands.export import export_run
+from torchspec.commands.main import main
+from torchspec.config.load import load
+from torchspec.config.schema import Checkpoint, Config, Data, Optim, Parallel, TinyModel
+from torchspec.data.problems import ProblemOrder, encode_prompts, load_problems
+from torchspec.distributed.mesh import Mesh
+from torchspec.drafts.eagle3.checkpoint import Verifier, config_json
+from torchspec.drafts.eagle3.model import Eagle3
+from torchspec.errors import ConfigError
 from torchspec.models.hf import load_hf
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
-from torchspec.optim import ModelOptimizer
 from torchspec.records import Problem, Rollout
-from torchspec.rewards import build_scorer
+from torchspec.rewards.scorer import build_scorer
 from torchspec.rollout.files import read_rollouts
-from torchspec.rollout.vllm_cpu import check_head_dim
-from torchspec.run_folder import create_run_folder, find_run
+from torchspec.rollout.vllm.cpu_patches import check_head_dim
+from torchspec.training.optim import ModelOptimizer
 
 SHAPE = TinyModel(dim=64, layers=3, heads=2, kv_heads=1, head_dim=32, ffn_dim=64)
 
@@ -335,7 +336,7 @@ CASES: list[tuple[str, Callable[[Place], object], str]] = [
     ("every", arguments("--checkpoint.every=-1"), r"checkpoint\.every = -1 must be at least 0"),
     ("patience", arguments("--guards.patience=0"), r"guards\.patience = 0 must be at least 1"),
     ("max_kl", arguments("--guards.max_kl=-1"), r"guards\.max_kl = -1\.0 must be at least 0"),
-    ("min_tau", arguments("--draft.min_tau=-1"), r"draft\.min_tau = -1\.0 must be at least 0"),
+    ("min_tau", arguments("--guards.min_tau=-1"), r"guards\.min_tau = -1\.0 must be at least 0"),
     ("nan", arguments("--optim.lr=nan"), r"optim\.lr = nan must be a finite number"),
     ("inf", arguments("--draft.optim.lr=inf"), r"draft\.optim\.lr = inf must be a finite number"),
     ("inf weight", arguments("--reward.weights=[inf]"), r"reward\.weights = inf must be a finite number"),

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from torchspec.records import Rollout
-from torchspec.rollout.balance import KEPT, LengthStats, Share, dispatch
+from torchspec.rollout.dispatch import Share, dispatch
 from torchspec.rollout.engine import Request
+from torchspec.speculation.lengths import KEPT, LengthStats
 
 PROBLEMS, SAMPLES = 128, 16
 """A step of the DAS paper's mathematics run."""

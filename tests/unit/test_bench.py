@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from torchspec.bench import Row, bench, later_ratios
-from torchspec.config import Config, ConfigError
+from torchspec.commands.bench import Row, bench, later_ratios
+from torchspec.config.schema import Config
+from torchspec.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchspec.config import ConfigError
-from torchspec.rollout.budget import (
+from torchspec.errors import ConfigError
+from torchspec.speculation.budget import (
     LONG,
     MEDIUM,
     POLICIES,

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from torchspec.checkpoint import Checkpoints, Saved, damage, newest, reseed, restore, tensors_of
-from torchspec.config import Checkpoint, ConfigError, Optim, Parallel
-from torchspec.mesh import Mesh
-from torchspec.optim import ModelOptimizer
+from torchspec.checkpoint.checkpoint import Checkpoints, Saved, damage, newest, reseed, restore, tensors_of
+from torchspec.config.schema import Checkpoint, Optim, Parallel
+from torchspec.distributed.mesh import Mesh
+from torchspec.errors import ConfigError
+from torchspec.training.optim import ModelOptimizer
 
 LRS = {"policy": 1e-3, "draft": 5e-2}
 
@@ -191,7 +192,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, mesh, caplog, fil
     harm(tmp_path / "step-000002" / file)
     with caplog.at_level(logging.WARNING):
         assert found(tmp_path).step == 1
-    (message,) = [r.getMessage() for r in caplog.records if r.name == "torchspec.checkpoint"]
+    (message,) = [r.getMessage() for r in caplog.records if r.name == "torchspec.checkpoint.checkpoint"]
     assert f"{tmp_path / 'step-000002'} is damaged and not used" in message
     assert damage(tmp_path / "step-000001") is None
     harm(tmp_path / "step-000001" / file)
@@ -257,7 +258,7 @@ def test_a_failed_save_raises_and_leaves_the_others(tmp_path, mesh, monkeypatch)
 
     checkpoints = Checkpoints(tmp_path, mesh, Checkpoint())
     for part in ("_sums", "write_state"):
-        monkeypatch.setattr(f"torchspec.checkpoint.{part}", full_disk)
+        monkeypatch.setattr(f"torchspec.checkpoint.checkpoint.{part}", full_disk)
         checkpoints.save({"step": 2}, models(seed=1), {})
         with pytest.raises(OSError, match="No space left"):
             checkpoints.wait()

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from torchspec.config import Config, ConfigError
-from torchspec.config_load import load
+from torchspec.config.load import load
+from torchspec.config.schema import Config
+from torchspec.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -54,14 +55,14 @@ def test_the_resolved_config_is_a_config(tmp_path) -> None:
 BAD_TOML = [
     (
         "[rollout]\ndrafter = 'sufix'",
-        "rollout.drafter = 'sufix' is not allowed; did you mean 'suffix'? one of: eagle3",
+        "rollout.drafter = 'sufix' is not allowed; did you mean 'suffix'? one of: model",
     ),
     (
-        "[budget]\npolicy = 'prize'",
-        "budget.policy = 'prize' is not allowed; did you mean 'price'? one of: off",
+        "[budget]\nrule = 'prize'",
+        "budget.rule = 'prize' is not allowed; did you mean 'price'? one of: off",
     ),
     (
-        "[budget]\npolicy = 'fixed'\nfixed_tokens = 9",
+        "[budget]\nrule = 'fixed'\nfixed_tokens = 9",
         "budget.fixed_tokens = 9 is beyond the drafter's 4 tokens",
     ),
     (

@@ -5,7 +5,7 @@ import torch
 
 from torchspec.attention import (
     Trunk,
-    branch_attention_passq,
+    branch_attention_query_ring,
     branch_ring_attention,
     trunk_attention,
     trunk_gather,
@@ -28,7 +28,7 @@ def make(entries=2, slots=0):
 
 @pytest.mark.parametrize("slots", [0, 2])
 @pytest.mark.parametrize(
-    "name", ["branch_ring_attention", "branch_attention_passq", "trunk_attention", "trunk_gather"]
+    "name", ["branch_ring_attention", "branch_attention_query_ring", "trunk_attention", "trunk_gather"]
 )
 def test_opcheck(name, slots):
     q, k, v, branch_k, branch_v = make(1 if slots else 2, slots)
@@ -45,7 +45,7 @@ def test_opcheck(name, slots):
 
 
 @pytest.mark.parametrize("slots", [0, 2])
-@pytest.mark.parametrize("transport", ["ring", "gather", "passq"])
+@pytest.mark.parametrize("transport", ["ring", "gather", "query_ring"])
 def test_gradcheck(transport, slots):
     q, k, v, branch_k, branch_v = make(1 if slots else 2, slots)
     options = dict(group="", anchors=ANCHORS, slots=slots) if slots else dict(group="", window=4)
@@ -55,7 +55,7 @@ def test_gradcheck(transport, slots):
         lists = list(branches[:half]), list(branches[half:])
         if transport == "gather":
             return trunk_attention(q, trunk_gather(k, v, CU, group=""), *lists, CU, **options)[0]
-        op = branch_ring_attention if transport == "ring" else branch_attention_passq
+        op = branch_ring_attention if transport == "ring" else branch_attention_query_ring
         return op(q, k, v, *lists, CU, **options)[0]
 
     assert torch.autograd.gradcheck(flat, (q, k, v, *branch_k, *branch_v))

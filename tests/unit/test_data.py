@@ -8,8 +8,15 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from torchspec.config import ConfigError, Data
-from torchspec.data import ProblemOrder, check_tokenizer, encode_prompt, encode_prompts, load_problems
+from torchspec.config.schema import Data
+from torchspec.data.problems import (
+    ProblemOrder,
+    check_tokenizer,
+    encode_prompt,
+    encode_prompts,
+    load_problems,
+)
+from torchspec.errors import ConfigError
 from torchspec.records import Problem
 
 ROWS = [{"prompt": f"{i} + {i}?", "answer": i + i, "level": i % 3, "name": f"n{i}"} for i in range(10)]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchspec.draft.loss import soft_cross_entropy
-from torchspec.draft.trainer import DraftStats
+from torchspec.drafts.loss import soft_cross_entropy
+from torchspec.drafts.trainer import DraftStats
 
 
 def make(rows=11, width=6, vocab=17, dtype=torch.float64):

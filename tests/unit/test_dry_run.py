@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchspec import meta_bytes
-from torchspec.config import ConfigError
-from torchspec.config_load import load
-from torchspec.dry_run import MB, estimate, policy_spec, report
-from torchspec.meta_bytes import LiveBytes
-from torchspec.parallel.holding import moments, schedule_order
-from torchspec.parallel.order import stage_ranks
+from torchspec.commands import meta_memory as meta_bytes
+from torchspec.commands.dry_run import MB, estimate, policy_spec, report
+from torchspec.commands.meta_memory import LiveBytes
+from torchspec.config.load import load
+from torchspec.distributed.pipeline.schedule import stage_ranks
+from torchspec.distributed.pipeline.schedule_memory import moments, schedule_order
+from torchspec.errors import ConfigError
 from train import train
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ def test_one_rank_has_no_schedule(schedule) -> None:
     assert named == plain
 
 
-@pytest.mark.parametrize("transport", ["ring", "gather", "passq"])
+@pytest.mark.parametrize("transport", ["ring", "gather", "query_ring"])
 def test_what_a_transport_holds_is_counted(monkeypatch, transport) -> None:
     config = load(DEMO, ["--parallel.cp", "2", "--parallel.attention", transport])
     real = meta_bytes.transport_bytes

@@ -7,20 +7,21 @@ import pytest
 import torch
 
 from torchspec.attention import local_plan
-from torchspec.config import ConfigError, Parallel
-from torchspec.draft import eagle3
-from torchspec.draft import trainer as trainer_module
-from torchspec.draft.blocks import make_blocks, pass_counts
-from torchspec.draft.eagle3 import (
+from torchspec.config.schema import Parallel
+from torchspec.distributed.fsdp import shard
+from torchspec.distributed.mesh import Mesh
+from torchspec.drafts import trainer as trainer_module
+from torchspec.drafts.eagle3 import model as eagle3
+from torchspec.drafts.eagle3.blocks import make_blocks, pass_counts
+from torchspec.drafts.eagle3.model import (
     FSDP_METHODS,
     DraftSpec,
     Eagle3,
     entering_layer_ids,
     output_layer_ids,
 )
-from torchspec.draft.trainer import DraftTrainer
-from torchspec.mesh import Mesh
-from torchspec.parallel.fsdp import shard
+from torchspec.drafts.trainer import DraftTrainer
+from torchspec.errors import ConfigError
 from torchspec.records import Batch, Taps
 
 SPEC = DraftSpec(

@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from torchspec.attention import branch_attention
-from torchspec.config import ConfigError, Parallel, TinyModel
-from torchspec.draft.eagle3 import DraftSpec, Eagle3
-from torchspec.draft.layouts import (
+from torchspec.checkpoint.export import export_draft, export_policy, load_draft
+from torchspec.config.schema import Parallel, TinyModel
+from torchspec.distributed.fsdp import shard
+from torchspec.distributed.mesh import Mesh
+from torchspec.distributed.parallelize import load_policy
+from torchspec.drafts.eagle3.checkpoint import (
     LAYOUTS,
     Layout,
     Verifier,
@@ -22,14 +25,13 @@ from torchspec.draft.layouts import (
     required_names,
     spec_from_json,
 )
-from torchspec.draft.vocab import build_d2t
-from torchspec.export import export_draft, export_policy, load_draft
-from torchspec.mesh import Mesh
+from torchspec.drafts.eagle3.model import DraftSpec, Eagle3
+from torchspec.drafts.vocab import build_d2t
+from torchspec.errors import ConfigError
 from torchspec.models import hf
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
-from torchspec.parallel.fsdp import shard
 
 SHAPE = TinyModel(dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn_dim=48)
 
@@ -49,7 +51,7 @@ def source(tmp_path_factory) -> Path:
 
 
 def test_policy_export_is_a_full_checkpoint(source: Path, tmp_path: Path, mesh: Mesh) -> None:
-    policy = hf.load_policy(source, PolicySpec.from_hf(source), mesh, torch.float32)
+    policy = load_policy(source, PolicySpec.from_hf(source), mesh, torch.float32)
     config = json.loads((source / "config.json").read_text())
     for dtype, name in ((None, "float32"), (torch.bfloat16, "bfloat16")):
         target = tmp_path / name
@@ -84,7 +86,7 @@ def test_large_checkpoints_come_in_shards(source: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_half_written(source: Path, tmp_path: Path, mesh: Mesh, monkeypatch) -> None:
-    policy = hf.load_policy(source, PolicySpec.from_hf(source), mesh, torch.float32)
+    policy = load_policy(source, PolicySpec.from_hf(source), mesh, torch.float32)
 
     def full_disk(*_args: object, **_kwargs: object) -> None:
         raise OSError("No space left on device")

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchspec.guards import GuardStop
-from torchspec.interrupt import Stopped
+from torchspec.errors import EngineDied, GuardStop, Stopped
 from torchspec.records import Rollout
-from torchspec.rollout.balance import LengthStats
-from torchspec.rollout.calibration import measure
-from torchspec.rollout.engine import EngineDied, Request, Sampling
+from torchspec.rollout.engine import Request, Sampling
 from torchspec.rollout.fleet import Fleet
+from torchspec.speculation.calibration import measure
+from torchspec.speculation.lengths import LengthStats
 
 
 class Echo:
@@ -108,9 +107,9 @@ class Mortal(Echo):
 
     def generate(self, requests, sampling):
         self.asking = requests, sampling
-        return self.go_on()
+        return self.resume()
 
-    def go_on(self):
+    def resume(self):
         self.attempts += 1
         if self.attempts in self.dies:
             raise EngineDied("of old age")

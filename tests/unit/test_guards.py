@@ -7,23 +7,24 @@ import math
 
 import pytest
 
-from torchspec.cli import main
-from torchspec.config import Config
-from torchspec.guards import Guards, GuardStop
+from torchspec.commands.main import main
+from torchspec.config.schema import Config
+from torchspec.errors import GuardStop
+from torchspec.training.guards import Guards
 
-KL, TAU = "policy/kl_train_rollout", "speculation/eagle3_tau"
+KL, TAU = "policy/kl_train_rollout", "speculation/model_tau"
 
 
 @pytest.fixture
 def config() -> Config:
     config = Config()
-    config.guards.max_kl, config.draft.min_tau, config.guards.patience = 0.1, 1.2, 3
+    config.guards.max_kl, config.guards.min_tau, config.guards.patience = 0.1, 1.2, 3
     return config
 
 
 @pytest.mark.parametrize(
     ("metric", "good", "bad", "key"),
-    [(KL, 0.1, 0.11, "guards.max_kl"), (TAU, 1.2, 1.0, "draft.min_tau"), (KL, 0, math.nan, "guards.max_kl")],
+    [(KL, 0.1, 0.11, "guards.max_kl"), (TAU, 1.2, 1.0, "guards.min_tau"), (KL, 0, math.nan, "guards.max_kl")],
 )
 def test_a_bound_warns_and_stops_after_so_many_steps_in_a_row(config, caplog, metric, good, bad, key) -> None:
     guards = Guards(config)

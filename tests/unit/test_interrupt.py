@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchspec.config import Config
-from torchspec.interrupt import SIGNALS, Interrupt, Stopped
+from torchspec.config.schema import Config
+from torchspec.distributed.interrupt import SIGNALS, Interrupt
+from torchspec.errors import Stopped
 from torchspec.trainer import Trainer
 
 ALONE = SimpleNamespace(is_main=False, max_over_world=lambda x: x)

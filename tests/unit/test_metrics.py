@@ -10,8 +10,9 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from torchspec import metrics, plots
-from torchspec.metrics import (
+from torchspec.metrics import meter as metrics
+from torchspec.metrics import plots
+from torchspec.metrics.meter import (
     Meter,
     MetricWriter,
     Stopwatch,

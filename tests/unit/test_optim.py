@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchspec.config import Optim
-from torchspec.optim import ModelOptimizer, lr_factor
+from torchspec.config.schema import Optim
+from torchspec.training.optim import ModelOptimizer, lr_factor
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,16 @@ from functools import partial
 
 import pytest
 
-from torchspec.parallel.holding import schedule_order
-from torchspec.parallel.order import (
+from torchspec.distributed.pipeline.schedule import (
     Action,
     Order,
-    certain,
+    happens_before,
     ring_depth,
     run_order,
     stage_ranks,
     takes,
 )
+from torchspec.distributed.pipeline.schedule_memory import schedule_order
 
 SCHEDULES = ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]
 
@@ -127,7 +127,7 @@ def test_no_deadlock_at_any_depth_and_no_late_receive_at_the_computed_one(name, 
             order, where = make_order(name, ranks, microbatches)
             sinks = sinks_of(placement, ranks, where, microbatches)
             sources = list(range(len(where)))
-            computed = partial(depth_from, order, certain(order), sinks)
+            computed = partial(depth_from, order, happens_before(order), sinks)
 
             for depth_of in (computed, lambda s, r: 1, lambda s, r: draw.randint(1, 4)):
                 for _ in range(6):
@@ -147,13 +147,13 @@ def test_no_deadlock_at_any_depth_and_no_late_receive_at_the_computed_one(name, 
 def test_1f1b_needs_the_distance_to_the_last_stage(ranks) -> None:
     microbatches = 3 * ranks
     order = run_order("1F1B", ranks, microbatches)
-    known = certain(order)
+    known = happens_before(order)
     jobs = list(range(microbatches))
     assert [ring_depth(order, known, s, ranks - 1, jobs) for s in range(ranks - 1)] == [
         ranks - s for s in range(ranks - 1)
     ]
     gpipe = run_order("GPipe", ranks, microbatches)
-    assert ring_depth(gpipe, certain(gpipe), 0, ranks - 1, jobs) == microbatches
+    assert ring_depth(gpipe, happens_before(gpipe), 0, ranks - 1, jobs) == microbatches
 
 
 def test_order_of_1f1b() -> None:
@@ -163,4 +163,4 @@ def test_order_of_1f1b() -> None:
 
 def test_a_circular_order_is_refused() -> None:
     with pytest.raises(ValueError, match="waits for itself"):
-        certain([[Action("B", 0, 0), Action("F", 0, 0)]])
+        happens_before([[Action("B", 0, 0), Action("F", 0, 0)]])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchspec.packing import make_batch, minibatches, num_packs_needed, pack
+from torchspec.data.packing import make_batch, minibatches, num_packs_needed, pack
 from torchspec.records import Batch, Rollout
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchspec.config import ConfigError
-from torchspec.config_load import load
+from torchspec.config.load import load
+from torchspec.distributed.pipeline.split import split_layers, tap_names
+from torchspec.distributed.pipeline.tap_channel import Load, TapChannel
+from torchspec.errors import ConfigError, TapError
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
-from torchspec.parallel.split import split_layers, tap_names
-from torchspec.parallel.tap_channel import Load, TapChannel, TapError
 
 SPEC = PolicySpec(
     arch="qwen3",
@@ -71,7 +71,7 @@ def test_stages_hold_the_names_of_the_whole_policy_between_them() -> None:
             ["--parallel.schedule", "ZBVZeroBubble", "--train.activation_checkpointing", "true"],
             "runs every backward in two parts",
         ),
-        (["--tap.timeout_s", "0"], "tap.timeout_s = 0.0 must be above 0"),
+        (["--parallel.tap_timeout_s", "0"], "parallel.tap_timeout_s = 0.0 must be above 0"),
     ],
 )
 def test_impossible_pipelines_are_refused(arguments, message) -> None:

@@ -11,8 +11,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchspec.config import ConfigError, Parallel
-from torchspec.mesh import Mesh
+from torchspec.config.schema import Parallel
+from torchspec.distributed.mesh import Mesh
+from torchspec.distributed.parallelize import load_policy
+from torchspec.errors import ConfigError
 from torchspec.models import hf
 from torchspec.models.policy import Policy, target_logprobs
 from torchspec.models.spec import PolicySpec
@@ -247,7 +249,7 @@ def test_world_of_one_is_sharded_and_equal(folder: Path) -> None:
     plain = load(folder)
     mesh = Mesh(Parallel(), device="cpu")
     try:
-        sharded = hf.load_policy(folder, spec, mesh, torch.float32)
+        sharded = load_policy(folder, spec, mesh, torch.float32)
         assert (mesh.rank, mesh.world_size, mesh.dp_rank, mesh.is_main) == (0, 1, 0, True)
         assert (
             float(mesh.sum_over_world(torch.tensor(3.0)))

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from torchspec.config import RL
-from torchspec.policy_loss import policy_loss, supervised_loss
+from torchspec.config.schema import RL
 from torchspec.records import Batch
+from torchspec.training.policy_loss import policy_loss, supervised_loss
 
 T = 40
 

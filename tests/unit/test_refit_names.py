@@ -2,7 +2,7 @@
 
 import torch
 
-from torchspec.refit import FrozenCopy, refit
+from torchspec.training.refit import FrozenCopy, refit
 
 
 class Engine:

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchspec.config import ConfigError
+from torchspec.commands.replay import replay, replay_command
+from torchspec.errors import ConfigError
 from torchspec.records import Rollout, SpecStats
-from torchspec.rollout.budget import Budget, CostTable
 from torchspec.rollout.files import read_rollouts, write_rollouts
-from torchspec.rollout.replay import replay, replay_command
-from torchspec.rollout.suffix import Drafts, SuffixDrafter
+from torchspec.speculation.budget import Budget, CostTable
+from torchspec.speculation.suffix.drafter import Drafts, SuffixDrafter
 
 ROOT = Path(__file__).parents[2]
 COST = CostTable.linear(0.008, 0.0246e-3)
@@ -192,7 +192,9 @@ def test_the_command_prints_a_table_and_counts_bad_lines(tmp_path: Path, capsys)
 
 
 def test_numba_is_imported_only_where_a_suffix_drafter_is_made():
-    code = "import sys, torchspec.rollout.replay, torchspec.rollout.balance; print('numba' in sys.modules)"
+    code = (
+        "import sys, torchspec.commands.replay, torchspec.speculation.lengths; print('numba' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == ["False"]
 

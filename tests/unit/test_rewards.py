@@ -11,10 +11,11 @@ import time
 
 import pytest
 
-from torchspec.config import RL, ConfigError, Data, Reward
-from torchspec.data import load_problems, reasoning_gym_task
+from torchspec.config.schema import RL, Data, Reward
+from torchspec.data.problems import load_problems, reasoning_gym_task
+from torchspec.errors import ConfigError
 from torchspec.records import Problem, Rollout
-from torchspec.rewards import EVAL_TASKS, SYMPY_TASKS, build_scorer, group_advantages, harmless
+from torchspec.rewards.scorer import EVAL_TASKS, SYMPY_TASKS, build_scorer, group_advantages, harmless
 
 FILE = Data(source="jsonl", path="unused")
 

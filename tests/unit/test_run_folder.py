@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torchspec.config import Config, ConfigError
-from torchspec.run_folder import create_run_folder, find_run, note, note_resumption
+from torchspec.checkpoint.run_folder import create_run_folder, find_run, note, note_resumption
+from torchspec.config.schema import Config
+from torchspec.errors import ConfigError
 
 
 @pytest.fixture

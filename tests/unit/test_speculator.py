@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchspec.config import Config
-from torchspec.guards import GuardStop
+from torchspec.config.schema import Config
+from torchspec.errors import GuardStop
 from torchspec.records import Rollout
-from torchspec.rollout.balance import LengthStats
-from torchspec.rollout.budget import CostTable
-from torchspec.rollout.speculator import MODEL, PATIENCE, PROBES, REST, SUFFIX, Speculator
-from torchspec.rollout.suffix import SuffixDrafter
+from torchspec.speculation.budget import CostTable
+from torchspec.speculation.lengths import LengthStats
+from torchspec.speculation.speculator import MODEL, PATIENCE, PROBES, REST, SUFFIX, Speculator
+from torchspec.speculation.suffix.drafter import SuffixDrafter
 
 FREE = CostTable.linear(1.0, 0.0)
 PROMPT = [1, 2, 3, 4]
@@ -29,7 +29,7 @@ def make(drafter: str, cost: CostTable = FREE, policy: str = "price", tokens: in
     config.rollout.drafter = drafter
     config.rollout.num_draft_tokens = tokens
     config.suffix.max_draft = 8
-    config.budget.policy = policy
+    config.budget.rule = policy
     speculator = Speculator(config, LengthStats(default=30), cost)
     speculator._probes = ()
     return speculator
@@ -131,7 +131,7 @@ def test_a_model_that_is_not_worth_its_time_is_left_out_for_a_while() -> None:
     assert all(used["cheap"])
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "suffix", "hybrid"])
+@pytest.mark.parametrize("drafter", ["model", "suffix", "hybrid"])
 def test_nothing_is_proposed_where_tokens_cost_as_much_as_steps(drafter) -> None:
     speculator = make(drafter, CostTable(tokens=[0, 10], batches=[1], seconds=[[0.0, 10.0]]))
     speculator.learn(0, [rollout()])
@@ -165,7 +165,7 @@ def test_acceptances_are_counted_by_drafter_class_and_position() -> None:
 
 
 def test_the_models_acceptance_is_learned_by_position_and_request() -> None:
-    speculator = make("eagle3")
+    speculator = make("model")
     for own in ("good", "bad"):
         speculator.begin(own, own, PROMPT, 1000)
     for _ in range(40):
@@ -210,7 +210,7 @@ def test_the_order_of_a_batch_does_not_matter() -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     policy=st.sampled_from(["fixed", "unlimited", "das", "das_closed", "price"]),
-    drafter=st.sampled_from(["eagle3", "suffix", "hybrid"]),
+    drafter=st.sampled_from(["model", "suffix", "hybrid"]),
     rooms=st.lists(st.integers(2, 20), min_size=1, max_size=4),
     probes=st.sampled_from([(), (1,)]),
 )
@@ -278,7 +278,7 @@ def test_while_requests_wait_all_running_ones_count_alike() -> None:
     speculator = make("suffix", CostTable.linear(1.0, 0.1))
     seen, allow = [], speculator.budget.allow
     speculator.budget.allow = lambda s: seen.append(allow(s)) or seen[-1]
-    speculator.announce(3)
+    speculator.set_queue_depth(3)
     for own, room in (("0", 10), ("1", 500)):
         speculator.begin(own, "p", PROMPT, room)
     speculator.lengths.observe([rollout(), rollout("long", tokens=TEXT * 9)])
@@ -299,18 +299,18 @@ def test_an_unknown_problem_and_an_empty_history_are_no_trouble() -> None:
 
 
 def test_a_step_in_which_all_read_their_prompts_counts_nothing() -> None:
-    speculator = make("eagle3")
+    speculator = make("model")
     assert speculator.plan([]).ids == []
     speculator.advance([], [], [], [], 1.0)  # was a division by zero: long prompts take several steps
     assert speculator.take_tally().seconds == 0
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "hybrid"])
+@pytest.mark.parametrize("drafter", ["model", "hybrid"])
 def test_an_evaluation_teaches_nothing(drafter) -> None:
     speculator = make(drafter)
     speculator.learn(0, [rollout(sample=s) for s in range(4)])
     before = copy.deepcopy(speculator.state_dict())
-    with speculator.unlearning():
+    with speculator.frozen_stats():
         speculator.begin("0", "p", PROMPT, 100)
         step(speculator, ["0"], [TEXT[:1]])
         speculator.advance(["0"], [TEXT[1:2]], [4], [0], 1.0)
@@ -321,7 +321,7 @@ def test_an_evaluation_teaches_nothing(drafter) -> None:
 
 
 def test_a_draft_that_is_off_is_not_run() -> None:
-    speculator = make("eagle3", policy="off")
+    speculator = make("model", policy="off")
     speculator.begin("0", "p", PROMPT, 100)
     speculator.advance(["0"], [TEXT[:1]], [0], [0], 0.0)
     assert speculator.plan(["0"]).passes is None
@@ -348,7 +348,7 @@ def test_a_draft_that_is_not_worth_it_rests_within_an_iteration_too() -> None:
 def test_a_plan_asks_for_chains_only_of_a_model_that_runs() -> None:
     """Also in the step whose own estimate makes it one too many."""
     cost = CostTable(tokens=[0, 10], batches=[1], seconds=[[1.0, 1.0]], draft=[[0.9, 0.0]])
-    speculator = make("eagle3", cost)
+    speculator = make("model", cost)
     speculator.begin("0", "p", PROMPT, 1000)
     hits, verified, plans = 4, 0, []
     while not plans or plans[-1].passes is not None:
@@ -367,7 +367,7 @@ def test_a_draft_that_pays_in_the_tail_only_pauses_before_it(caplog) -> None:
     cost = CostTable(
         tokens=[0, 10], batches=[1, 64], seconds=[[1.0, 1.0]] * 2, draft=[[0.01, 0.01], [3.0, 0.3]]
     )
-    speculator = make("eagle3", cost)
+    speculator = make("model", cost)
     lengths = {f"{i:02}": 40 + i for i in range(63)} | {"63": 600}
     for own in lengths:
         speculator.begin(own, "p", PROMPT, 1000)
@@ -389,7 +389,7 @@ def test_a_draft_that_pays_in_the_tail_only_pauses_before_it(caplog) -> None:
 
 
 def test_a_resting_draft_is_said(caplog) -> None:
-    speculator = make("eagle3")
+    speculator = make("model")
     speculator._worth = -1.0  # an iteration's gains less its costs
     speculator.learn(0, [])
     assert "the draft model costs more time than it saves" in caplog.text

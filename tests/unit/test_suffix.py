@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchspec.records import Rollout
-from torchspec.rollout import suffix_automaton as automata
-from torchspec.rollout import suffix_batch as batch
-from torchspec.rollout.suffix import PROMPT_TAIL, RECENT, SuffixDrafter, problem_key
+from torchspec.speculation.suffix import automaton as automata
+from torchspec.speculation.suffix import kernels as batch
+from torchspec.speculation.suffix.drafter import PROMPT_TAIL, RECENT, SuffixDrafter, problem_key
 
 BEST, CONT, COUNT, LEN, TOKEN = automata.BEST, automata.CONT, automata.COUNT, automata.LEN, automata.TOKEN
 text = st.lists(st.integers(0, 2), max_size=24) | st.lists(st.integers(0, 2**31 - 1), max_size=8)
@@ -401,7 +401,7 @@ def test_a_long_run_of_one_token():
 def test_compiled_code_is_kept_outside_the_repository(tmp_path: Path):
     code = (
         "import numba; before = numba.config.CACHE_DIR;"
-        "from torchspec.rollout import suffix_automaton as k;"
+        "from torchspec.speculation.suffix import automaton as k;"
         "print(numba.config.CACHE_DIR == before, k.build.stats.cache_path)"
     )
     done = subprocess.run(

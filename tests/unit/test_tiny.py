@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from torchspec.config import ConfigError, TinyModel
+from torchspec.config.schema import TinyModel
+from torchspec.errors import ConfigError
 from torchspec.models import hf, tiny
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec

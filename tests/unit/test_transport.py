@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from torchspec.attention.transport import Traffic, choose_transport
+from torchspec.attention.transports.choose import Traffic, choose_transport
 
 # 256K tokens of an 8B-like draft layer in bf16: S = 1 GiB of K and V.
 TTT = Traffic(1 << 18, 1 << 18, size=8, heads=32, kv_heads=8, head_dim=128, itemsize=2, passes=7)
@@ -17,7 +17,7 @@ def test_closed_forms():
     assert TTT.sent("gather") == share * 3 * S
     assert TTT.gathered == 3 * S
     blocks = Traffic(1 << 18, 8192, size=8, heads=32, kv_heads=8, head_dim=128, itemsize=2)
-    assert blocks.sent("passq") == share * 8192 * 57600  # bytes a query row costs
+    assert blocks.sent("query_ring") == share * 8192 * 57600  # bytes a query row costs
 
 
 @pytest.mark.parametrize(
@@ -25,9 +25,9 @@ def test_closed_forms():
     [
         (TTT, 4 << 30, "gather"),
         (TTT, 2 << 30, "ring"),
-        (Traffic(1 << 18, 8192, 8, 32, 8, 128, 2), 4 << 30, "passq"),
+        (Traffic(1 << 18, 8192, 8, 32, 8, 128, 2), 4 << 30, "query_ring"),
         (Traffic(1 << 18, 1 << 17, 8, 32, 8, 128, 2), 4 << 30, "gather"),
-        (Traffic(1 << 18, 70000, 8, 32, 8, 128, 2), 1, "passq"),  # 0.28 L is where the ring is worse
+        (Traffic(1 << 18, 70000, 8, 32, 8, 128, 2), 1, "query_ring"),  # 0.28 L is where the ring is worse
         (Traffic(1 << 18, 77000, 8, 32, 8, 128, 2), 1, "ring"),
         (Traffic(64, 64, 1, 4, 2, 8, 4), 4 << 30, "gather"),  # one rank sends nothing
     ],
@@ -48,7 +48,9 @@ def test_the_decision_is_logged_once(caplog):
 
 def test_explicit_and_wrong():
     assert choose_transport(TTT, "ring") == "ring"
-    with pytest.raises(ValueError, match="transport is 'rings'; it must be one of auto, ring, gather, passq"):
+    with pytest.raises(
+        ValueError, match="transport is 'rings'; it must be one of auto, ring, gather, query_ring"
+    ):
         choose_transport(TTT, "rings")
     with pytest.raises(ValueError, match="passes is 0; it must be at least 1"):
         choose_transport(Traffic(1, 1, 1, 1, 1, 1, 1, passes=0))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchspec.rollout.vllm_hook import Hook
+from torchspec.rollout.vllm.adapter import SpecDecodeAdapter
 
 
 class Runner:
@@ -66,7 +66,7 @@ class Plans:
 def test_a_chain_vouches_for_its_own_tokens_only() -> None:
     """Whether the model is asked for nothing in the next step, or does not run at all."""
     runner = Runner()
-    hook = Hook(runner)
+    hook = SpecDecodeAdapter(runner)
     for passes in (None, 0):
         hook.speculator = Plans((2, 2, [1, 2, 7]), (passes, 0, [5, 6]))
         rows = []

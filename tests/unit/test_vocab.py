@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torchspec.config import ConfigError
-from torchspec.draft.vocab import build_d2t, build_t2d, target_ids
+from torchspec.drafts.vocab import build_d2t, build_t2d, target_ids
+from torchspec.errors import ConfigError
 
 
 def test_most_frequent_tokens_in_the_order_of_their_ids():

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchspec.attention.gather import trunk_attention, trunk_gather
 from torchspec.attention.ops import packed_attention
-from torchspec.attention.passq import branch_attention_passq
-from torchspec.attention.ring import branch_ring_attention
+from torchspec.attention.transports.gather import trunk_attention, trunk_gather
+from torchspec.attention.transports.query_ring import branch_attention_query_ring
+from torchspec.attention.transports.ring import branch_ring_attention
 
 __all__ = [
     "Context",
-    "branch_attention_passq",
+    "branch_attention_query_ring",
     "branch_ring_attention",
     "context_attention",
     "layer_attention",
@@ -65,12 +65,12 @@ def context_attention(
     """`packed_attention` of a pack spread over `group`: what a language model's layer calls.
 
     Args:
-        transport: "ring", "gather" or "passq"; `transport.choose_transport` decides "auto".
+        transport: "ring", "gather" or "query_ring"; `transport.choose_transport` decides "auto".
     """
     if transport != "gather":
-        op = {"ring": branch_ring_attention, "passq": branch_attention_passq}.get(transport)
+        op = {"ring": branch_ring_attention, "query_ring": branch_attention_query_ring}.get(transport)
         if op is None:
-            raise ValueError(f"transport is {transport!r}; it must be ring, gather or passq")
+            raise ValueError(f"transport is {transport!r}; it must be ring, gather or query_ring")
         return op(q, k, v, [], [], cu_seqlens, group=group, layout=layout, window=window, scale=scale)[0]
     trunk = trunk_gather(k, v, cu_seqlens, group=group, layout=layout, tokens=tokens)
     return trunk_attention(
@@ -86,5 +86,5 @@ def save_ops() -> list[torch._ops.OpOverload]:
         ops.branch_ring_attention.default,
         ops.trunk_gather.default,
         ops.trunk_attention.default,
-        ops.branch_attention_passq.default,
+        ops.branch_attention_query_ring.default,
     ]

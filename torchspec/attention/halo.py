@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from torchspec.attention import core
+from torchspec.attention.comm import ProcessGroupComm
 from torchspec.attention.plan import Plan, build_plan
-from torchspec.attention.wire import Wire
 
 
 def local_plan(cu_seqlens: Tensor, group: str) -> Plan:
     """This rank's zigzag plan of a pack; `group` as in `context_attention`."""
-    wire = Wire(group)
+    wire = ProcessGroupComm(group)
     return build_plan(core.pack_ends(cu_seqlens), wire.size, wire.rank)
 
 
@@ -38,7 +38,7 @@ def with_halo(x: Tensor, plan: Plan, group: str, reach: int) -> Tensor:
     source = owner[plan.halo(reach)]
     received = np.bincount(source, minlength=plan.size).tolist()
     rows = torch.from_numpy(np.concatenate(sent)).to(x.device)
-    arrived = Wire(group).swap(x[rows], [len(part) for part in sent], received)
+    arrived = ProcessGroupComm(group).swap(x[rows], [len(part) for part in sent], received)
     # They come by source rank; the halo is in pack order.
     order = torch.from_numpy(np.argsort(np.argsort(source, kind="stable"), kind="stable")).to(x.device)
     return torch.cat([x, arrived[order]])

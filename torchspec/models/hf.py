@@ -15,11 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchspec.config import ConfigError
-from torchspec.mesh import Mesh
+from torchspec.errors import ConfigError
 from torchspec.models.policy import Policy
-from torchspec.models.spec import PolicySpec, read_json
-from torchspec.parallel.fsdp import shard
+from torchspec.models.spec import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -46,28 +44,6 @@ def resolve_source(source: str) -> Path:
             f"model.source = {source!r} is no local folder, and it cannot be had from the Hugging Face hub "
             f"({reason}); give a checkpoint folder, or download it where there is a network"
         ) from None
-
-
-def load_policy(
-    folder: Path,
-    spec: PolicySpec,
-    mesh: Mesh,
-    compute_dtype: torch.dtype,
-    *,
-    activation_checkpointing: bool = False,
-) -> Policy:
-    """A sharded policy with fp32 master weights from `folder`; never exists in full on one rank.
-
-    A `compute_dtype` of fp64 makes them fp64: no engine serves that, but the arithmetic can be checked in it.
-
-    Raises:
-        ConfigError: the weights do not fit `spec` (see `load_hf`).
-    """
-    with torch.device("meta"):
-        policy = Policy(spec, activation_checkpointing=activation_checkpointing)
-    policy.to(torch.promote_types(compute_dtype, torch.float32))
-    shard(policy, policy.layers, mesh, compute_dtype)
-    return fill(policy, folder, mesh.device)
 
 
 def fill(policy: Policy, folder: Path, device: torch.device) -> Policy:

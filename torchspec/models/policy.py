@@ -146,18 +146,18 @@ class Policy(nn.Module):
         temperature: float,
         logprob_rows: int,
         aux_layers: tuple[int, ...] = (),
-        train_on: Callable[[Batch, Taps], None] | None = None,
+        draft_step: Callable[[Batch, Taps], None] | None = None,
     ) -> None:
         """Add the gradients of every pack's loss to the parameters.
 
         Args:
-            train_on: what trains the draft on a pack's taps `aux_layers`.
+            draft_step: what trains the draft on a pack's taps `aux_layers`.
         """
         for index, batch in enumerate(packs):
             output = self(batch, temperature=temperature, logprob_rows=logprob_rows, aux_layers=aux_layers)
             loss(index, output, batch).backward()
-            if train_on and output.taps:
-                train_on(batch, output.taps)
+            if draft_step and output.taps:
+                draft_step(batch, output.taps)
             del output  # its taps, before the next pack's forward
 
     def run_layer(self, layer: nn.Module, h: Tensor, batch: Batch) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torchspec.config import ConfigError
+from torchspec.errors import ConfigError
 
 ARCHITECTURES: dict[str, Literal["qwen3", "llama3"]] = {
     "Qwen3ForCausalLM": "qwen3",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchspec.config import TinyModel
+from torchspec.config.schema import TinyModel
 from torchspec.models.hf import new_folder, write_json, write_tensors
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec

@@ -68,10 +68,6 @@ class Counters:
     """CPU time of the calling thread inside `generate`: on CPU what it takes on a machine without other load."""
 
 
-class EngineDied(Exception):
-    """The engine raised while it generated. Answers that were complete are kept; see `Engine.restart`."""
-
-
 class Engine(Protocol):
     """Samples responses from the policy; speculation changes the speed, never the distribution."""
 
@@ -93,14 +89,14 @@ class Engine(Protocol):
         ...
 
     def restart(self) -> None:
-        """Build the engine again after `EngineDied`: `update` with all weights, then `go_on` must follow.
+        """Build the engine again after `EngineDied`: `update` with all weights, then `resume` must follow.
 
         The same settings; what the drafters have learned stays. Its weights, and so the versions, are those that
         it was first built with. Touches no other rank.
         """
         ...
 
-    def go_on(self) -> list[Rollout]:
+    def resume(self) -> list[Rollout]:
         """All answers of the last `generate`; those that were complete before a `restart` are not made again.
 
         The others go on from what was sampled of them; with a seed, which samples the same again, they begin anew.

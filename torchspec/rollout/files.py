@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torchspec.config import ConfigError
+from torchspec.errors import ConfigError
 from torchspec.records import Rollout, SpecStats
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from torchspec.guards import GuardStop
-from torchspec.interrupt import Interrupt
-from torchspec.mesh import Mesh
+from torchspec.distributed.interrupt import Interrupt
+from torchspec.distributed.mesh import Mesh
+from torchspec.errors import EngineDied, GuardStop
 from torchspec.records import Rollout
-from torchspec.rollout.balance import LengthStats, dispatch
-from torchspec.rollout.engine import Engine, EngineDied, Request, Sampling
+from torchspec.rollout.dispatch import dispatch
+from torchspec.rollout.engine import Engine, Request, Sampling
+from torchspec.speculation.lengths import LengthStats
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class Fleet:
         refit()  # every rank's part of the models is needed for it
         interrupt.check()  # building takes long, and what follows too
         with interrupt.abandonable():
-            made = self._answers(self.engine.go_on)
+            made = self._answers(self.engine.resume)
         interrupt.check()
         self.any_died(step)
         return made, int(restarted)

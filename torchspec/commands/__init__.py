@@ -1,0 +1,1 @@
+"""What the entry scripts run."""

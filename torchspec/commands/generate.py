@@ -1,0 +1,68 @@
+"""Rollouts of any checkpoint, scored and written to a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchspec.build import base_folder, load_tokenizer, sampling_of, score
+from torchspec.config.schema import Config, longest_draft
+from torchspec.data.problems import encode_prompts, load_problems
+from torchspec.distributed.mesh import Mesh
+from torchspec.errors import ConfigError
+from torchspec.models.spec import PolicySpec
+from torchspec.records import SpecStats
+from torchspec.rewards.scorer import build_scorer
+from torchspec.rollout.engine import Request
+from torchspec.rollout.files import write_rollouts
+from torchspec.rollout.vllm.engine import VllmEngine
+
+
+def generate_file(config: Config, draft: Path | None, split: str, limit: int, out: Path) -> str:
+    """Answer the problems of a split with one engine; returns one line that sums it up.
+
+    Args:
+        draft: folder of an EAGLE-3 draft; None: no speculation.
+        split: "train" or "eval".
+        limit: at most so many problems; 0: all.
+        out: the JSONL file to write.
+
+    Raises:
+        ConfigError: something of this cannot be used; nothing is written then.
+    """
+    if not out.resolve().parent.is_dir():
+        raise ConfigError(f"--out {out}: its folder does not exist")
+    train, held_out = load_problems(config.data)
+    problems = (held_out if split == "eval" else train)[: limit or None]
+    if not problems:
+        raise ConfigError(
+            f"--split {split}: there are no such problems; set data.eval_size, or --split train"
+        )
+    scorer = build_scorer(config.reward, config.data)
+    scorer.check_answers(problems)
+    mesh = Mesh(config.parallel)
+    if mesh.world_size > 1:
+        raise ConfigError("rollout.py generate runs as one process; start it without torchrun")
+    folder = base_folder(config, mesh)
+    tokenizer = load_tokenizer(folder, PolicySpec.from_hf(folder, config.model.max_len))
+    settings = config.rollout
+    prompts = encode_prompts(tokenizer, problems, config.model.max_len - settings.max_new_tokens)
+    engine = VllmEngine(config, folder, draft, seed=config.run.seed, device_type=mesh.device.type)
+    rollouts = engine.generate(
+        [
+            Request(problem_id=p.id, prompt_tokens=tokens, samples=settings.samples_per_problem)
+            for p, tokens in zip(problems, prompts)
+        ],
+        sampling_of(config),
+    )
+    score(scorer, tokenizer, problems, rollouts)
+    write_rollouts(out, rollouts)
+    scorer.close()
+    seconds, tokens = engine.counters.seconds, engine.counters.tokens
+    engine.close()
+    mesh.close()
+    reward = sum(r.reward or 0.0 for r in rollouts) / len(rollouts)
+    tau = SpecStats.total((r.spec for r in rollouts if r.spec), longest_draft(config)).tau
+    return (
+        f"{out}: {len(rollouts)} rollouts of {len(problems)} problems | reward {reward:.3f} | tau {tau:.2f} | "
+        f"{tokens / seconds:.0f} tok/s"
+    )

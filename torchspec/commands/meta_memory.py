@@ -1,0 +1,162 @@
+"""What the parts of an update hold in memory, counted on the meta device: shapes only, no weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from torchspec.attention.kernels import accumulator
+from torchspec.data.packing import pack
+from torchspec.drafts.trainer import DraftTrainer
+from torchspec.models.policy import Policy, chunk_logprobs
+from torchspec.models.spec import PolicySpec
+from torchspec.records import Batch, Rollout, Taps
+
+META = torch.device("meta")
+
+
+def layer_bytes(
+    policy: Policy, rows: int, dtype: torch.dtype, ranks: int = 1, transport: str = ""
+) -> tuple[int, int]:
+    """What one policy layer keeps for its backward, and the most it has beyond that during its backward.
+
+    Args:
+        rows: of a pack, on this rank.
+        ranks, transport: that share the pack, and how their keys and values meet.
+    """
+    batch, inside, queries = meta_batch(rows), {}, 0
+    if ranks > 1:
+        spec = policy.spec
+        pair = 2 * rows * spec.kv_heads * spec.head_dim  # elements of a rank's keys and values
+        all_queries = ranks * rows * spec.heads * spec.head_dim
+        inside = transport_bytes(transport, ranks, pair, all_queries, dtype)
+        # query_ring saves what ring does, and all ranks' queries; its shapes are in cu_seqlens, so meta has none.
+        queries = all_queries * dtype.itemsize if transport == "query_ring" else 0
+        ends = torch.tensor([0, rows * ranks], dtype=torch.int32)
+        op = "ring" if transport == "query_ring" else transport
+        batch = replace(batch, cu_seqlens=ends, group="meta", transport=op)
+    h = torch.empty(1, rows, policy.spec.dim, device=META, dtype=dtype, requires_grad=True)
+    live = LiveBytes(inside)
+    with live:
+        out = policy.run_layer(policy.layers[0], h, batch)
+        kept = live.now
+        out.backward(torch.empty_like(out))
+    return kept + queries, live.peak - kept - out.nbytes  # the layer above was the last to need `out`
+
+
+def transport_bytes(
+    transport: str, ranks: int, pair: int, queries: int, dtype: torch.dtype
+) -> dict[str, int]:
+    """What the attention ops of a transport hold while they run, by the op's name.
+
+    Args:
+        pair: elements of one rank's keys and values.
+        queries: elements of all ranks' queries.
+    """
+    size, acc = dtype.itemsize, accumulator(dtype).itemsize
+    name = "torchspec::trunk_gather" if transport == "gather" else "torchspec::branch_ring_attention"
+    if transport == "ring":  # the shard that is here and the one that comes; gradients one hop behind
+        forward, backward = 2 * pair * size, 2 * pair * size + min(4, ranks + 1) * pair * acc
+    elif transport == "gather":  # shards by rank, beside the pack's rows in order
+        forward, backward = (1 + ranks) * pair * size, (1 + ranks) * pair * acc
+    else:  # queries and partial results, as they go and as they come
+        forward, backward = queries * (size + 2 * acc), queries * (2 * size + 2 * acc)
+    return {name: forward, f"{name}_backward": backward}
+
+
+def logits_bytes(spec: PolicySpec, rows: int, dtype: torch.dtype) -> int:
+    """What the log-probabilities of one chunk of `rows` rows take, forward and backward; the head's gradient is
+    among it."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, device=META, dtype=dtype, requires_grad=True)
+
+    final, head = empty(rows, spec.dim), empty(spec.vocab_size, spec.dim)
+    live = LiveBytes()
+    with live:
+        logprobs, _ = chunk_logprobs(final, head, torch.zeros(rows, dtype=torch.int64, device=META), 1.0)
+        logprobs.backward(torch.empty_like(logprobs))
+    return live.peak
+
+
+def draft_bytes(trainer: DraftTrainer, rows: int) -> int:
+    """The most that the draft's training on a pack of `rows` rows makes, gradients of its weights included."""
+    spec, dtype = trainer.draft.spec, trainer.draft.fc.weight.dtype
+
+    def tap() -> Tensor:
+        return torch.empty(rows, spec.dim, device=META, dtype=dtype)
+
+    taps = Taps(embeds=tap(), aux=tuple(tap() for _ in spec.aux_layers), final=tap())
+    head = torch.empty(spec.draft_vocab_size, spec.dim, device=META, dtype=dtype)
+    live = LiveBytes()
+    with live:
+        trainer.backward(meta_batch(rows), taps, head, 1.0)
+    return live.peak
+
+
+def meta_batch(rows: int) -> Batch:
+    """A pack of one document."""
+    rollout = Rollout(
+        problem_id="",
+        sample=0,
+        prompt_tokens=[0],
+        tokens=[0] * (rows - 1),
+        logprobs=[0.0] * (rows - 1),
+        finish="stop",
+        policy_version=0,
+        draft_version=0,
+    )
+    return pack([rollout], rows, 1)[0].to(META)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages on the meta device that are made while it is entered, less those that have died.
+
+    Args:
+        inside: bytes that ops of these names have while they run, besides what they take and return.
+
+    Raises:
+        LookupError: on leaving, an op of `inside` was never run: it may have been renamed.
+    """
+
+    def __init__(self, inside: Mapping[str, int] | None = None) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._inside = inside or {}
+        self._unseen = set(self._inside)
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tree_map_only(Tensor, lambda x: self._see(x, is_new=False), (args, kwargs))
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, lambda x: self._see(x, is_new=True), out)
+        name = func._schema.name
+        self._unseen.discard(name)
+        self.peak = max(self.peak, self.now + self._inside.get(name, 0))
+        return out
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        if self._unseen and exc_type is None:
+            raise LookupError(f"ops {sorted(self._unseen)} were not run, so their bytes are not counted")
+
+    def _see(self, x: Tensor, *, is_new: bool) -> None:
+        """Count a storage unless it is known. What is first seen as an argument was there before."""
+        storage = x.untyped_storage()
+        key, size = storage._cdata, storage.nbytes() if is_new else 0
+        if x.device.type != "meta" or key in self._known:
+            return
+
+        def died(_: object) -> None:
+            self.now -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, died)
+        self.now += size

@@ -1,0 +1,1 @@
+"""Ranks: the mesh, FSDP2, context parallelism, pipelines."""

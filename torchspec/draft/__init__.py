@@ -1,1 +1,0 @@
-"""Draft models that are trained with the policy."""

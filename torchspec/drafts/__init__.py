@@ -1,0 +1,1 @@
+"""Draft models: what general code needs of one, and the architectures."""

@@ -1,0 +1,1 @@
+"""EAGLE-3 and EAGLE-3.1."""

@@ -1,0 +1,117 @@
+"""The two layouts that EAGLE-3 drafts are published in, and the names they differ by.
+
+- eagle3: a flat Llama config.json and `midlayer.*`, as the EAGLE-3 authors, SGLang and vLLM have it. Our own.
+- speculators: nested config.json of the `speculators` library and `layers.0.*`; vLLM reads it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+from torchspec.drafts.eagle3.model import DraftSpec
+from torchspec.errors import ConfigError
+
+Layout = Literal["speculators", "eagle3"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+SPECULATORS_VERSION = "0.9.0"
+"""Of the schema written here."""
+
+
+class Verifier(NamedTuple):
+    """The policy a speculators checkpoint says it belongs to: where it is, its architecture, draft tokens."""
+
+    path: str
+    architecture: str
+    draft_tokens: int
+
+
+def config_json(spec: DraftSpec, layout: Layout, verifier: Verifier | None = None) -> dict[str, Any]:
+    """config.json of a draft; speculators needs the verifier."""
+    flat = spec.hf_config()
+    if layout == "eagle3":
+        return flat
+    assert verifier is not None
+    own = ("draft_vocab_size", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")
+    layer = {key: x for key, x in flat.items() if key not in (*own, "architectures", "eagle_config")}
+    method = {"proposal_type": "greedy", "speculative_tokens": verifier.draft_tokens}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**method, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": verifier.path, "architectures": [verifier.architecture]},
+        },
+        "transformer_layer_config": layer,
+        **{key: flat[key] for key in own},
+        "norm_before_residual": False,  # vLLM takes a missing one for true
+        "norm_before_fc": False,
+        "target_hidden_size": None,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def layout_of(config: dict[str, Any]) -> Layout:
+    """Which layout a config.json has.
+
+    Raises:
+        ConfigError: a speculators checkpoint of another algorithm.
+    """
+    kind = config.get("speculators_model_type")
+    if kind is None:
+        return "eagle3"
+    if kind != "eagle3":
+        raise ConfigError(f"draft config.json: speculators_model_type = {kind!r}; only 'eagle3' is supported")
+    return "speculators"
+
+
+def spec_from_json(config: dict[str, Any]) -> DraftSpec:
+    """The inverse of `config_json`, for any checkpoint of either layout that `DraftSpec` can express.
+
+    Raises:
+        ConfigError: a key is missing, or asks for a variant that is not implemented.
+    """
+    if layout_of(config) == "speculators":
+        layer = config.get("transformer_layer_config")
+        if not isinstance(layer, dict):
+            raise ConfigError(
+                "draft config.json: transformer_layer_config is missing; is it a whole checkpoint?"
+            )
+        # What is missing counts as vLLM counts it.
+        config = {"norm_before_residual": True, **layer, **config}
+        if config.get("target_hidden_size") is None:
+            config.pop("target_hidden_size", None)
+    return DraftSpec.from_hf_config(config)
+
+
+def required_names(spec: DraftSpec) -> set[str]:
+    """Names of the tensors that the loaders of the eagle3 layout need, and no others that they know."""
+    layer = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    layer += ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
+    modules = ["fc", "norm", "lm_head", *(f"midlayer.{name}" for name in layer)]
+    modules += [f"fc_norm.{i}" for i in range(len(spec.aux_layers))] if spec.fc_norm else []
+    maps = {"d2t", "t2d"} if spec.draft_vocab_size != spec.vocab_size else set()
+    return {f"{module}.weight" for module in modules} | maps
+
+
+def checked(spec: DraftSpec, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """`weights` of the eagle3 layout, passed on; raises a RuntimeError at the end unless just those required came."""
+    missing = required_names(spec)
+    for name, tensor in weights:
+        if name not in missing:
+            raise RuntimeError(f"draft export: {name} is not a tensor that loaders know, or it came twice")
+        missing.remove(name)
+        yield name, tensor
+    if missing:
+        raise RuntimeError(f"draft export: the loaders need {', '.join(sorted(missing))}")
+
+
+def renamed(name: str, layout: Layout) -> str:
+    """A name of the eagle3 layout, as `layout` has it."""
+    return name.replace("midlayer.", "layers.0.", 1) if layout == "speculators" else name

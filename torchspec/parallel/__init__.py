@@ -1,1 +1,0 @@
-"""Sharding of the policy and the draft over ranks."""

@@ -1,0 +1,1 @@
+"""One update of policy and draft, and what surrounds it."""
