@@ -115,15 +115,6 @@ def test_entry_points_import_no_vllm_before_an_engine_is_built() -> None:
     assert done.stdout.split()[-1] == "False"
 
 
-def test_files_are_short() -> None:
-    long = {
-        str(p.relative_to(ROOT)): n
-        for p in PACKAGE.rglob("*.py")
-        if (n := len(p.read_text().splitlines())) > 420
-    }
-    assert not long
-
-
 def test_pytest_looks_into_every_folder_of_tests(pytestconfig) -> None:
     """Its own list of folders to leave out has "dist"."""
     folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
