@@ -70,7 +70,7 @@ def bench(argv: list[str]) -> None:
     parser.add_argument("--policy", default="")
     parser.add_argument("--draft", type=Path)
     parser.add_argument(
-        "--modes", default="", help="default: off,suffix, with --draft off,eagle3,suffix,hybrid"
+        "--modes", default="", help="default: off,suffix, with --draft off,model,suffix,hybrid"
     )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--limit", type=int, default=0)
@@ -84,7 +84,7 @@ def bench(argv: list[str]) -> None:
     config = load(options.config, overrides)
     from torchspec.commands.bench import bench as run
 
-    modes: str = options.modes or ("off,eagle3,suffix,hybrid" if options.draft else "off,suffix")
+    modes: str = options.modes or ("off,model,suffix,hybrid" if options.draft else "off,suffix")
     run(
         config,
         options.draft,
