@@ -26,12 +26,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchspec.build import build_draft, draft_spec
 from torchspec.config.schema import Config, Parallel, TinyModel
 from torchspec.data import packing
 from torchspec.distributed.mesh import Mesh
 from torchspec.distributed.parallelize import load_pipelined
 from torchspec.distributed.pipeline.policy import PipelinedPolicy, sum_gradients
+from torchspec.drafts.build import build_draft, draft_spec
+from torchspec.drafts.eagle3.blocks import TrainingTimeTest
 from torchspec.drafts.trainer import DraftTrainer
 from torchspec.models.policy import PolicyOutput
 from torchspec.models.spec import PolicySpec
@@ -99,9 +100,8 @@ class Bench:
                 for placement in ("last", "spread")
             }
         self.draft = build_draft(config, mesh, draft_spec(config, spec), {}, [])
-        self.trainer = DraftTrainer(
-            self.draft, passes=args.passes, pass_decay=0.8, loss_rows=1024, row_block=256
-        )
+        objective = TrainingTimeTest(passes=args.passes, pass_decay=0.8, loss_rows=1024, row_block=256)
+        self.trainer = DraftTrainer(self.draft, objective)
         draw = random.Random(0)
         tokens = [draw.randrange(3, 90) for _ in range(args.tokens)]
         half = args.tokens // 2

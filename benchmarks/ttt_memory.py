@@ -19,14 +19,15 @@ from pathlib import Path
 import torch
 
 from torchspec.data.packing import make_batch
-from torchspec.drafts.eagle3.blocks import pass_counts
-from torchspec.drafts.eagle3.model import DraftSpec, Eagle3
+from torchspec.drafts.eagle3.blocks import TrainingTimeTest
+from torchspec.drafts.eagle3.model import Eagle3
+from torchspec.drafts.eagle3.spec import Eagle3Spec
 from torchspec.drafts.trainer import DraftTrainer
 from torchspec.records import Rollout, Taps
 
 PASSES = (1, 4, 7)
 BOUND = 1.25  # peak at K = 7 over that at K = 1, with row blocks
-SPEC = DraftSpec(
+SPEC = Eagle3Spec(
     vocab_size=2048,
     draft_vocab_size=2048,
     dim=256,
@@ -63,12 +64,13 @@ def measure(rows: int, passes: int, row_block: int) -> int:
     torch.manual_seed(0)
     embeds, *aux, final = torch.randn(5, rows, SPEC.dim)
     head = torch.randn(SPEC.vocab_size, SPEC.dim)
-    trainer = DraftTrainer(Eagle3(SPEC), passes=passes, pass_decay=0.8, loss_rows=256, row_block=row_block)
+    objective = TrainingTimeTest(passes=passes, pass_decay=0.8, loss_rows=256, row_block=row_block)
+    trainer = DraftTrainer(Eagle3(SPEC), objective)
 
     def step(length: int) -> None:
         batch = make_batch([document(length)])
         taps = Taps(embeds=embeds[:length], aux=tuple(x[:length] for x in aux), final=final[:length])
-        trainer.backward(batch, taps, head, trainer.denominator(pass_counts(batch, passes)))
+        trainer.backward(batch, taps, head, trainer.denominator(trainer.counts(batch)))
 
     step(64)  # threads, code, and the weights' gradients
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

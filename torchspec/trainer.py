@@ -14,16 +14,12 @@ from typing import Any
 
 from torchspec.build import (
     base_folder,
-    build_draft,
     build_learner,
     build_policy,
     cache_folder,
-    check_draft,
     check_world,
     compute_dtype,
     contents,
-    draft_spec,
-    draft_trainer,
     fingerprint,
     load_tokenizer,
     sampling_of,
@@ -31,12 +27,14 @@ from torchspec.build import (
     special_ids,
 )
 from torchspec.checkpoint.checkpoint import Checkpoints, Component, newest, reseed, restore
-from torchspec.checkpoint.export import export_draft, export_policy, load_draft
+from torchspec.checkpoint.export import export_draft, export_policy
 from torchspec.checkpoint.run_folder import all_ranks_see, create_run_folder, find_run, note, note_resumption
 from torchspec.config.schema import Config, Optim, longest_draft
 from torchspec.data.problems import ProblemOrder, encode_prompts, load_problems
 from torchspec.distributed.interrupt import Interrupt
 from torchspec.distributed.mesh import Mesh
+from torchspec.drafts import registry as drafts
+from torchspec.drafts.build import build_draft, check_draft, draft_spec, draft_trainer, load_draft
 from torchspec.errors import GuardStop, NonFinite, Stopped
 from torchspec.metrics.meter import (
     Meter,
@@ -409,7 +407,8 @@ class Trainer:
         if self.mesh.is_main:
             note(self.folder, finished=time.strftime("%Y-%m-%d %H:%M:%S %z"))
             draft_tokens = config.rollout.num_draft_tokens if self.draft else 0
-            self.say(farewell(self.folder, draw_plots(self.folder), draft_tokens))
+            method = drafts.get(config.draft.arch).method
+            self.say(farewell(self.folder, draw_plots(self.folder), draft_tokens, method))
 
     def close(self) -> None:
         """Free the engine, the workers and the process group."""

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchspec.build import build_learner, build_draft, build_policy, draft_spec, draft_trainer
+from torchspec.build import build_learner, build_policy
 from torchspec.config.schema import Config, TinyModel
 from torchspec.training.learner import DraftLearner, Learner
 from torchspec.distributed.mesh import Mesh
+from torchspec.drafts.build import build_draft, draft_spec, draft_trainer
 from torchspec.metrics.meter import Meter
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny

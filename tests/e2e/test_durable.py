@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torchspec.commands.export import export_run
 from torchspec.config.load import load
 from torchspec.drafts.eagle3.checkpoint import LAYOUTS, renamed, spec_from_json
-from torchspec.drafts.eagle3.model import DraftSpec
+from torchspec.drafts.eagle3.spec import Eagle3Spec
 from torchspec.metrics.meter import read_metrics
 from torchspec.speculation.budget import CostTable
 
@@ -153,7 +153,7 @@ def test_the_newest_checkpoint_is_exported_as_it_was_served(story, tmp_path, lay
     assert_same_tensors(tmp_path / "out" / "policy", folder / "b" / "policy")
     config = json.loads((tmp_path / "out" / "draft" / "config.json").read_text())
     served = json.loads((folder / "b" / "draft" / "config.json").read_text())
-    assert spec_from_json(config) == DraftSpec.from_hf_config(served)
+    assert spec_from_json(config) == Eagle3Spec.from_hf_config(served)
     theirs = load_file(tmp_path / "out" / "draft" / "model.safetensors")
     ours = load_file(folder / "b" / "draft" / "model.safetensors")
     assert theirs.keys() == {renamed(name, layout) for name in ours}

@@ -26,8 +26,9 @@ from safetensors.torch import load_file
 
 from torchspec.attention import branch_attention
 from torchspec.checkpoint.export import export_draft
-from torchspec.drafts.eagle3.checkpoint import Layout, Verifier
-from torchspec.drafts.eagle3.model import DraftSpec, Eagle3
+from torchspec.drafts.base import Verifier
+from torchspec.drafts.eagle3.model import Eagle3
+from torchspec.drafts.eagle3.spec import Eagle3Spec
 from torchspec.drafts.vocab import target_ids
 from torchspec.models.hf import load_hf
 from torchspec.models.policy import Policy
@@ -184,7 +185,7 @@ def test_an_incomplete_update_raises(folders):
 
 
 def torch_draft(weights: dict[str, torch.Tensor], norms: bool) -> Eagle3:
-    spec = DraftSpec(
+    spec = Eagle3Spec(
         vocab_size=VOCAB,
         draft_vocab_size=weights["lm_head.weight"].shape[0],
         dim=DIM,
@@ -310,7 +311,7 @@ def test_the_torch_draft_and_the_engines_propose_the_same_chains(folders, tmp_pa
                 compared += 1
     assert compared > 200
 
-    layout: Layout = "speculators" if norms == (draft_vocab == VOCAB) else "eagle3"
+    layout = "speculators" if norms == (draft_vocab == VOCAB) else "eagle3"
     verifier = Verifier(str(folders["policy2"]), "Qwen3ForCausalLM", K)
     export_draft(draft, tmp_path / "exported", ALONE, layout, verifier)
     engine = start(folders["policy2"], tmp_path / "exported")

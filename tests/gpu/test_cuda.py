@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -13,8 +15,10 @@ from torchspec.config.schema import Parallel
 from torchspec.data.packing import make_batch
 from torchspec.distributed.fsdp import shard
 from torchspec.distributed.mesh import Mesh
-from torchspec.drafts.eagle3.blocks import pass_counts
-from torchspec.drafts.eagle3.model import FSDP_METHODS, DraftSpec, Eagle3
+from torchspec.drafts.base import FSDP_METHODS
+from torchspec.drafts.eagle3.blocks import TrainingTimeTest
+from torchspec.drafts.eagle3.model import Eagle3
+from torchspec.drafts.eagle3.spec import Eagle3Spec
 from torchspec.drafts.trainer import DraftTrainer
 from torchspec.metrics.meter import Stopwatch
 from torchspec.records import Rollout, Taps
@@ -85,7 +89,7 @@ def test_simulated_ranks_in_bf16(size, window) -> None:
         assert (ours.double() - theirs).abs().max() <= 4 * cast
 
 
-SPEC = DraftSpec(
+SPEC = Eagle3Spec(
     vocab_size=320,
     draft_vocab_size=320,
     dim=128,
@@ -128,8 +132,9 @@ def test_a_draft_update_in_bf16_follows_fp32_on_the_cpu() -> None:
         return Eagle3(SPEC)
 
     exact, mesh = draft(), Mesh(Parallel(), "cuda")
-    trainer = DraftTrainer(exact, passes=4, pass_decay=0.8, loss_rows=64)
-    denominator = trainer.denominator(pass_counts(batch, 4))
+    objective = TrainingTimeTest(passes=4, pass_decay=0.8, loss_rows=64)
+    trainer = DraftTrainer(exact, objective)
+    denominator = trainer.denominator(trainer.counts(batch))
     expected = trainer.backward(batch, taps, head, denominator)
     want = torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None])
 
@@ -140,7 +145,7 @@ def test_a_draft_update_in_bf16_follows_fp32_on_the_cpu() -> None:
     for row_block in (0, 96):
         sharded = draft().cuda()
         shard(sharded, [], mesh, torch.bfloat16, methods=FSDP_METHODS)
-        trainer = DraftTrainer(sharded, passes=4, pass_decay=0.8, loss_rows=64, row_block=row_block)
+        trainer = DraftTrainer(sharded, dataclasses.replace(objective, row_block=row_block))
         stats = trainer.backward(batch.to(mesh.device), taps, cuda(head), denominator)
         assert stats.loss.item() == pytest.approx(expected.loss.item(), rel=0.01)
         found = torch.cat([p.grad.full_tensor().flatten() for p in sharded.parameters()]).cpu()

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from torchspec.build import (
-    build_draft,
     contents,
     decode,
-    draft_spec,
     fingerprint,
     load_tokenizer,
     special_ids,
@@ -20,6 +18,7 @@ from torchspec.build import (
 from torchspec.checkpoint.export import export_draft
 from torchspec.config.schema import Config, Parallel, TinyModel
 from torchspec.distributed.mesh import Mesh
+from torchspec.drafts.build import build_draft, draft_spec
 from torchspec.drafts.vocab import target_ids
 from torchspec.errors import ConfigError
 from torchspec.models.spec import PolicySpec
@@ -106,6 +105,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_both_values(
     ("key", "value", "message"),
     [
         ("aux_layers", [1, 2, 9], "three ascending ids from 0 to 7"),
+        ("aux_layers", [1, 2], "three ascending ids from 0 to 7"),
+        ("arch", "eagle9", "draft.arch = 'eagle9' is not allowed; one of: eagle3"),
         ("vocab_size", 9999, "exceeds the policy's vocabulary of 104"),
         ("kv_heads", 3, "4 heads are not a multiple of 3 kv_heads"),
         ("init", "nowhere", "nowhere/config.json is missing"),

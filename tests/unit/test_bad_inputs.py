@@ -16,9 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchspec.build import check_draft, draft_spec, load_tokenizer
+from torchspec.build import load_tokenizer
 from torchspec.checkpoint.checkpoint import Checkpoints, newest, restore
-from torchspec.checkpoint.export import load_draft
 from torchspec.checkpoint.run_folder import create_run_folder, find_run
 from torchspec.commands.dry_run import report
 from torchspec.commands.export import export_run
@@ -27,7 +26,9 @@ from torchspec.config.load import load
 from torchspec.config.schema import Checkpoint, Config, Data, Optim, Parallel, TinyModel
 from torchspec.data.problems import ProblemOrder, encode_prompts, load_problems
 from torchspec.distributed.mesh import Mesh
-from torchspec.drafts.eagle3.checkpoint import Verifier, config_json
+from torchspec.drafts.base import Verifier
+from torchspec.drafts.build import check_draft, draft_spec, load_draft
+from torchspec.drafts.eagle3.checkpoint import config_json
 from torchspec.drafts.eagle3.model import Eagle3
 from torchspec.errors import ConfigError
 from torchspec.models.hf import load_hf
@@ -486,7 +487,7 @@ CASES: list[tuple[str, Callable[[Place], object], str]] = [
     # export and recorded rollouts
     ("no run", export(name="x"), r"--export: .*/x holds no run; give its run\.dir and run\.name"),
     ("no checkpoint", export(), r"has no checkpoint; set checkpoint\.every above 0"),
-    ("layout", export(layout="onnx"), r"--export\.format 'onnx' is not allowed; one of: speculators, eagle3"),
+    ("layout", export(layout="onnx"), r"--export\.format 'onnx' is not allowed; one of: eagle3, speculators"),
     ("exists", export(exists=True), r"out exists already; remove it or choose another folder"),
     ("logprobs", recorded(logprobs=[]), r"data\.jsonl:1: 0 logprobs for 1 tokens"),
     ("tokens", recorded(tokens=["a"]), r"data\.jsonl:1: tokens is not a list of token ids"),

@@ -10,21 +10,17 @@ from torchspec.attention import local_plan
 from torchspec.config.schema import Parallel
 from torchspec.distributed.fsdp import shard
 from torchspec.distributed.mesh import Mesh
-from torchspec.drafts import trainer as trainer_module
+from torchspec.drafts.base import FSDP_METHODS
+from torchspec.drafts.eagle3 import blocks as blocks_module
 from torchspec.drafts.eagle3 import model as eagle3
-from torchspec.drafts.eagle3.blocks import make_blocks, pass_counts
-from torchspec.drafts.eagle3.model import (
-    FSDP_METHODS,
-    DraftSpec,
-    Eagle3,
-    entering_layer_ids,
-    output_layer_ids,
-)
+from torchspec.drafts.eagle3.blocks import TrainingTimeTest, make_blocks
+from torchspec.drafts.eagle3.model import Eagle3
+from torchspec.drafts.eagle3.spec import Eagle3Spec, entering_layer_ids, output_layer_ids
 from torchspec.drafts.trainer import DraftTrainer
 from torchspec.errors import ConfigError
 from torchspec.records import Batch, Taps
 
-SPEC = DraftSpec(
+SPEC = Eagle3Spec(
     vocab_size=13,
     draft_vocab_size=13,
     dim=8,
@@ -177,13 +173,23 @@ def dense_losses(draft, documents, taps, head, passes, denominator):
 
 
 # ------------------------------------------------------------------------------------------ the tests
+def counts(batch, passes):
+    return TrainingTimeTest(passes=passes, pass_decay=DECAY, loss_rows=1).counts(batch)
+
+
+def table(stats):
+    """[4, K]: scored rows, cross-entropy, overlap and top-1 agreement of each pass."""
+    return torch.stack([stats.counts, *(stats.sums[name] for name in ("ce", "overlap", "top1"))])
+
+
 def run(draft, documents, taps, head, passes, loss_rows=5, row_block=0):
     """Our loss, sums and gradients (by name)."""
-    trainer = DraftTrainer(draft, passes=passes, pass_decay=DECAY, loss_rows=loss_rows, row_block=row_block)
+    objective = TrainingTimeTest(passes=passes, pass_decay=DECAY, loss_rows=loss_rows, row_block=row_block)
+    trainer = DraftTrainer(draft, objective)
     batch = make_batch(documents)
     draft.zero_grad()
     head = head if draft.teacher_rows is None else head[draft.teacher_rows]
-    stats = trainer.backward(batch, taps, head, trainer.denominator(pass_counts(batch, passes)))
+    stats = trainer.backward(batch, taps, head, trainer.denominator(trainer.counts(batch)))
     return stats, {name: p.grad.clone() for name, p in draft.named_parameters()}
 
 
@@ -194,7 +200,7 @@ def assert_equals_dense(spec, passes, documents=DOCUMENTS, tol=1e-10):
     denominator = max(sum(DECAY ** (d - 1) for d, _, _ in dense_valid(documents, passes)), 1.0)
     loss, sums = dense_losses(draft, documents, taps, head, passes, denominator)
     torch.testing.assert_close(stats.loss, loss.detach(), rtol=tol, atol=tol)
-    torch.testing.assert_close(stats.sums, sums, rtol=tol, atol=tol)
+    torch.testing.assert_close(table(stats), sums, rtol=tol, atol=tol)
     names = list(grads)
     expected = torch.autograd.grad(loss, list(draft.parameters()))
     for name, grad in zip(names, expected, strict=True):
@@ -251,15 +257,15 @@ def embeds_one_too_far(batch, plan, passes, row_block):
     ]
 
 
-TRUNK_ATTENTION, ROTATE, MAKE_BLOCKS = eagle3.trunk_attention, eagle3.rotate, trainer_module.make_blocks
+TRUNK_ATTENTION, ROTATE, MAKE_BLOCKS = eagle3.trunk_attention, eagle3.rotate, blocks_module.make_blocks
 MUTATIONS = [
     (eagle3, "trunk_attention", drop_a_diagonal),
     (eagle3, "trunk_attention", ignore_documents),
     (eagle3, "rotate", rope_without_the_pass),
     (eagle3, "rotate", rope_of_queries_one_too_far),
-    (trainer_module, "make_blocks", swap_two_anchors),
-    (trainer_module, "make_blocks", score_a_chain_beyond_its_end),
-    (trainer_module, "make_blocks", embeds_one_too_far),
+    (blocks_module, "make_blocks", swap_two_anchors),
+    (blocks_module, "make_blocks", score_a_chain_beyond_its_end),
+    (blocks_module, "make_blocks", embeds_one_too_far),
 ]
 
 
@@ -272,7 +278,7 @@ def test_the_comparison_catches(module, name, mutant, monkeypatch):
 
 def test_scored_rows_literally():
     batch = make_batch(["pggg", "pgpgg"])
-    assert pass_counts(batch, 3).tolist() == [4, 2, 0]
+    assert counts(batch, 3).tolist() == [4, 2, 0]
     (block,) = make_blocks(batch, local_plan(batch.cu_seqlens, ""), 3, 0)
     assert block.rows.tolist() == [0, 1, 5, 6]
     assert block.ranges.tolist() == [[0, 2], [5, 7]]
@@ -299,15 +305,15 @@ def test_scored_rows_by_brute_force(seed):
             found[d, rows] = True
             assert torch.equal(block.teacher[d], rows + d + 1)
     assert torch.equal(found, expected)
-    assert torch.equal(pass_counts(batch, 5), expected.sum(1))
+    assert torch.equal(counts(batch, 5), expected.sum(1))
 
 
 def test_packing_does_not_matter():
     """A pack's sums and gradients are those of its documents trained one by one."""
     draft, head = make_draft(), head_weight()
-    trainer = DraftTrainer(draft, passes=4, pass_decay=DECAY, loss_rows=3)
+    trainer = DraftTrainer(draft, TrainingTimeTest(passes=4, pass_decay=DECAY, loss_rows=3))
     batch, taps = make_batch(DOCUMENTS), make_taps(sum(map(len, DOCUMENTS)))
-    denominator = trainer.denominator(pass_counts(batch, 4))
+    denominator = trainer.denominator(trainer.counts(batch))
     packed, grads = run(draft, DOCUMENTS, taps, head, passes=4)
     draft.zero_grad()
     starts = batch.cu_seqlens.tolist()
@@ -317,7 +323,7 @@ def test_packing_does_not_matter():
         own = Taps(embeds=taps.embeds[rows], aux=tuple(x[rows] for x in taps.aux), final=taps.final[rows])
         parts.append(trainer.backward(make_batch([text]), own, head, denominator))
     total = sum(parts[1:], start=parts[0])
-    torch.testing.assert_close(total.sums, packed.sums, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(table(total), table(packed), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(total.loss, packed.loss, rtol=1e-12, atol=1e-12)
     for name, p in draft.named_parameters():
         torch.testing.assert_close(p.grad, grads[name], rtol=1e-11, atol=1e-12)
@@ -334,7 +340,7 @@ def test_a_document_changes_nothing_in_others():
         x[5:11] = y[5:11]
     after, grads_after = run(draft, documents, taps, head, passes=4)
     assert torch.equal(before.loss, after.loss)
-    assert torch.equal(before.sums, after.sums)
+    assert torch.equal(table(before), table(after))
     assert all(torch.equal(grads[name], grads_after[name]) for name in grads)
 
 
@@ -344,7 +350,7 @@ def test_row_blocks_do_not_matter(row_block):
     whole, grads = run(draft, DOCUMENTS, taps, head, passes=7)
     split, grads_split = run(draft, DOCUMENTS, taps, head, passes=7, row_block=row_block)
     torch.testing.assert_close(split.loss, whole.loss, rtol=1e-12, atol=0)
-    torch.testing.assert_close(split.sums, whole.sums, rtol=1e-12, atol=0)
+    torch.testing.assert_close(table(split), table(whole), rtol=1e-12, atol=0)
     for name in grads:
         torch.testing.assert_close(grads_split[name], grads[name], rtol=1e-11, atol=1e-13)
 
@@ -354,7 +360,7 @@ def test_chunking_of_the_loss_does_not_matter():
     (one, grads), (many, grads_many) = (
         run(draft, DOCUMENTS, taps, head, passes=4, loss_rows=rows) for rows in (1000, 1)
     )
-    torch.testing.assert_close(one.sums, many.sums, rtol=1e-12, atol=0)
+    torch.testing.assert_close(table(one), table(many), rtol=1e-12, atol=0)
     for name in grads:
         torch.testing.assert_close(grads[name], grads_many[name], rtol=1e-11, atol=1e-13)
 
@@ -363,7 +369,7 @@ def test_chunking_of_the_loss_does_not_matter():
 def test_empty_microbatch_gives_every_parameter_a_zero_gradient(documents):
     stats, grads = run(make_draft(), documents, make_taps(sum(map(len, documents))), head_weight(), passes=3)
     assert stats.loss.item() == 0.0
-    assert not stats.sums.any()
+    assert not table(stats).any()
     assert set(grads) == {name for name, _ in make_draft().named_parameters()}
     assert not any(grad.any() for grad in grads.values())
 
@@ -409,7 +415,7 @@ def test_learns_its_teacher():
     for _ in range(150):
         last, _ = run(draft, documents, taps, head, passes=3)
         optim.step()
-    overlaps = [stats.sums[2] / stats.counts for stats in (first, last)]
+    overlaps = [stats.sums["overlap"] / stats.counts for stats in (first, last)]
     assert overlaps[0].max() < 0.6
     assert overlaps[1].min() > 0.8
 
@@ -430,7 +436,7 @@ def test_fsdp_finds_the_loss(lone_world, documents, row_block):
     draft = make_draft()
     shard(draft, [], lone_world, torch.float64, methods=FSDP_METHODS)
     sharded_stats, sharded = run(draft, documents, taps, head, passes=3, row_block=row_block)
-    assert torch.equal(sharded_stats.sums, stats.sums)
+    assert torch.equal(table(sharded_stats), table(stats))
     for name, grad in grads.items():
         assert torch.equal(sharded[name].full_tensor(), grad)
     full, rounded = dict(draft.hf_weights()), dict(draft.hf_weights(torch.bfloat16))
@@ -500,7 +506,7 @@ def test_the_two_conventions_of_layer_ids_differ_by_one():
 
 def test_spec_survives_config_json():
     for spec in (SPEC, dataclasses.replace(SPEC, draft_vocab_size=5, fc_norm=False, norm_output=False)):
-        assert DraftSpec.from_hf_config(spec.hf_config()) == spec
+        assert Eagle3Spec.from_hf_config(spec.hf_config()) == spec
 
 
 def test_config_json_as_other_tools_write_it():
@@ -512,7 +518,7 @@ def test_config_json_as_other_tools_write_it():
         "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.pop("eagle_aux_hidden_state_layer_ids")],
         "use_aux_hidden_state": True,
     }
-    assert DraftSpec.from_hf_config(config) == SPEC
+    assert Eagle3Spec.from_hf_config(config) == SPEC
 
 
 @pytest.mark.parametrize(
@@ -528,7 +534,7 @@ def test_config_json_as_other_tools_write_it():
 def test_unsupported_checkpoints_are_refused(changes, message):
     config = {k: v for k, v in {**SPEC.hf_config(), **changes}.items() if v is not None}
     with pytest.raises(ConfigError, match=message):
-        DraftSpec.from_hf_config(config)
+        Eagle3Spec.from_hf_config(config)
 
 
 def test_d2t_must_fit_the_spec():

@@ -11,21 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from torchspec.attention import branch_attention
-from torchspec.checkpoint.export import export_draft, export_policy, load_draft
+from torchspec.checkpoint.export import export_draft, export_policy
 from torchspec.config.schema import Parallel, TinyModel
 from torchspec.distributed.fsdp import shard
 from torchspec.distributed.mesh import Mesh
 from torchspec.distributed.parallelize import load_policy
-from torchspec.drafts.eagle3.checkpoint import (
-    LAYOUTS,
-    Layout,
-    Verifier,
-    config_json,
-    renamed,
-    required_names,
-    spec_from_json,
-)
-from torchspec.drafts.eagle3.model import DraftSpec, Eagle3
+from torchspec.drafts.base import Verifier
+from torchspec.drafts.build import load_draft
+from torchspec.drafts.eagle3.checkpoint import LAYOUTS, config_json, renamed, required_names, spec_from_json
+from torchspec.drafts.eagle3.model import Eagle3
+from torchspec.drafts.eagle3.spec import Eagle3Spec
 from torchspec.drafts.vocab import build_d2t
 from torchspec.errors import ConfigError
 from torchspec.models import hf
@@ -98,7 +93,7 @@ def test_nothing_is_left_half_written(source: Path, tmp_path: Path, mesh: Mesh, 
 
 
 def draft(size: int, seed: int) -> Eagle3:
-    spec = DraftSpec(
+    spec = Eagle3Spec(
         vocab_size=40,
         draft_vocab_size=size,
         dim=16,
@@ -123,7 +118,7 @@ VERIFIER = Verifier("some/policy", "Qwen3ForCausalLM", draft_tokens=5)
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [40, 24])
-def test_draft_round_trip(layout: Layout, size: int, tmp_path: Path, mesh: Mesh) -> None:
+def test_draft_round_trip(layout: str, size: int, tmp_path: Path, mesh: Mesh) -> None:
     trained, other = draft(size, 1), draft(size, 2)
     want = {name: x.clone() for name, x in trained.hf_weights()}
     shard(trained, [], mesh, torch.float32)
@@ -163,7 +158,7 @@ def test_vllm_reads_the_speculators_config_as_ours() -> None:
         "num_speculative_tokens": 5,
     }
     read = SpeculatorsConfig.extract_transformers_pre_trained_config(config)
-    assert DraftSpec.from_hf_config({"target_hidden_size": spec.dim, **read}) == spec
+    assert Eagle3Spec.from_hf_config({"target_hidden_size": spec.dim, **read}) == spec
 
 
 def test_the_speculators_library_loads_it_and_computes_the_same(tmp_path: Path, mesh: Mesh) -> None:

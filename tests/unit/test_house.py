@@ -57,3 +57,43 @@ def test_functions_take_at_most_nine_parameters() -> None:
         if (n := parameters(node)) > 9 and not is_op_schema(node) and not is_kernel(node)
     }
     assert not many
+
+
+# What is concrete, and the one module that may import it. An entry counts once its registry exists.
+REGISTRIES = {
+    "torchspec.drafts.eagle3": "torchspec.drafts.registry",
+    "torchspec.attention.transports": "torchspec.attention.transports.registry",
+    "torchspec.speculation.budgets": "torchspec.speculation.budgets.registry",
+    "torchspec.rollout.vllm": "torchspec.rollout.registry",
+}
+SHARED = {"base", "registry", "choose"}
+"""Modules of a concrete folder that anybody may import."""
+
+
+def modules() -> dict[str, str]:
+    return {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): name for name in FILES}
+
+
+def imported(text: str) -> set[str]:
+    nodes = list(ast.walk(ast.parse(text)))
+    plain = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    origins = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
+    return plain | {f"{n.module}.{alias.name}" for n in origins for alias in n.names}
+
+
+def test_nothing_imports_a_concrete_draft_engine_transport_or_budget_but_its_registry() -> None:
+    found = modules()
+    assert REGISTRIES["torchspec.drafts.eagle3"] in found
+    wrong = []
+    for folder, registry in REGISTRIES.items():
+        if registry not in found:
+            continue
+        concrete = {m for m in found if m == folder or m.startswith(f"{folder}.")}
+        concrete -= {f"{folder}.{name}" for name in SHARED}
+        if registry.startswith(folder):
+            concrete.discard(folder)
+        for module, file in found.items():
+            if module != registry and module not in concrete:
+                targets = {t for t in imported(FILES[file]) for c in concrete if f"{t}.".startswith(f"{c}.")}
+                wrong += [f"{module} imports {target}" for target in targets]
+    assert not wrong

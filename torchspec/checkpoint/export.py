@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from torchspec.distributed.mesh import Mesh
-from torchspec.drafts.eagle3.checkpoint import Layout, Verifier, checked, config_json, layout_of, renamed
-from torchspec.drafts.vocab import build_t2d
+from torchspec.drafts import registry
+from torchspec.drafts.base import DraftModel, Verifier
 from torchspec.models.hf import (
     copy_assets,
-    copy_full,
     new_folder,
-    read_tensors,
     refuse_existing,
     write_json,
     write_tensors,
@@ -24,7 +22,6 @@ from torchspec.models.hf import (
 from torchspec.models.spec import read_json
 
 if TYPE_CHECKING:
-    from torchspec.drafts.eagle3.model import Eagle3
     from torchspec.models.policy import Policy
 
 
@@ -54,45 +51,41 @@ def export_policy(
 
 
 def export_draft(
-    draft: Eagle3, folder: Path, mesh: Mesh, layout: Layout = "eagle3", verifier: Verifier | None = None
+    draft: DraftModel, folder: Path, mesh: Mesh, layout: str = "", verifier: Verifier | None = None
 ) -> None:
-    """Write `draft` as vLLM's `eagle3` method loads it, in either layout. Collective.
+    """Write `draft` as vLLM loads it, in one of its architecture's layouts. Collective.
 
     The draft has no embedding: loaders take the policy's. Vocabulary maps are written where it is reduced.
 
     Args:
+        layout: "" stands for the architecture's first.
         verifier: what the speculators layout says of the policy.
 
     Raises:
         ConfigError: `folder` exists.
         RuntimeError: the draft's tensors are not those that loaders require.
     """
+    arch = registry.get(draft.spec.arch)
+    layout = layout or arch.layouts[0]
 
     def assets(partial: Path) -> None:
-        write_json(partial / "config.json", config_json(draft.spec, layout, verifier))
+        write_json(partial / "config.json", arch.config_json(draft.spec, layout, verifier))
 
-    weights = ((renamed(n, layout), x) for n, x in checked(draft.spec, draft.hf_weights()))
+    checked = _checked(arch.required_names(draft.spec), draft.hf_weights())
+    weights = ((arch.renamed(name, layout), x) for name, x in checked)
     _export(folder, weights, assets, mesh)
 
 
-def load_draft(draft: Eagle3, folder: Path) -> None:
-    """Copy the weights and the vocabulary map of an EAGLE-3 checkpoint into `draft`, sharded or not.
-
-    Either layout. Embeddings in it are not read: `assemble.check_draft` has compared them with the policy's.
-
-    Raises:
-        ConfigError: no weights, or a missing, unknown or mis-shaped tensor; nothing has been loaded then.
-    """
-    own = {**dict(draft.named_parameters()), **dict(draft.named_buffers())}
-    # t2d is d2t's inverse; checkpoints need not have it, and vLLM ignores it.
-    t2d = own.pop("t2d", None)
-    layout = layout_of(read_json(folder / "config.json", "draft"))
-    own = {renamed(name, layout): x for name, x in own.items()}
-    shapes = {name: x.shape for name, x in own.items()}
-    for name, tensor in read_tensors(folder, shapes, ignored=("t2d", "embed_tokens.weight")):
-        copy_full(own[name], tensor)
-    if t2d is not None:
-        t2d.copy_(build_t2d(own["d2t"], draft.spec.vocab_size))
+def _checked(required: set[str], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Pass `weights` on; raise a RuntimeError at the end unless just the required ones came."""
+    missing = set(required)
+    for name, tensor in weights:
+        if name not in missing:
+            raise RuntimeError(f"draft export: {name} is not a tensor that loaders know, or it came twice")
+        missing.remove(name)
+        yield name, tensor
+    if missing:
+        raise RuntimeError(f"draft export: the loaders need {', '.join(sorted(missing))}")
 
 
 def _export(

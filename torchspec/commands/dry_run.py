@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchspec.build import compute_dtype, draft_spec, draft_trainer, policy_transport
+from torchspec.build import compute_dtype, policy_transport
 from torchspec.checkpoint.run_folder import flat
 from torchspec.commands.meta_memory import draft_bytes, layer_bytes, logits_bytes
 from torchspec.config.schema import Config
@@ -23,7 +23,8 @@ from torchspec.distributed.mesh import dp_size
 from torchspec.distributed.pipeline.schedule import stage_ranks
 from torchspec.distributed.pipeline.schedule_memory import Snapshot, moments, schedule_order
 from torchspec.distributed.pipeline.split import split_layers, tap_names
-from torchspec.drafts.eagle3.model import DraftSpec, Eagle3
+from torchspec.drafts.base import DraftModel
+from torchspec.drafts.build import draft_spec, draft_trainer, meta_draft
 from torchspec.errors import ConfigError
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
@@ -120,7 +121,7 @@ def estimate(config: Config, spec: PolicySpec, ranks: int, pp_rank: int = 0) -> 
     mine = [stage for stage, rank in enumerate(pipeline.where) if rank == pp_rank]
     with torch.device("meta"):
         policy = Policy(spec, activation_checkpointing=config.train.activation_checkpointing).to(dtype)
-        draft = _meta_draft(draft_spec(config, spec)).to(dtype) if config.draft.enabled else None
+    draft = meta_draft(draft_spec(config, spec), dtype) if config.draft.enabled else None
     layers = [policy.layers[i] for stage in mine for i in pipeline.split[stage]]
     weights = _weights(layers, _ends(policy, first=0 in mine, last=last in mine), ranks, parallel.pp, dtype)
     drafted = 4 * sum(_shard(p, ranks // parallel.pp) for p in draft.parameters()) if draft else 0
@@ -196,19 +197,21 @@ def _weights(
     return _Weights(shard, whole * dtype.itemsize, 4 * whole, 0)
 
 
-def _draft_bytes(config: Config, draft: Eagle3, rows: int) -> tuple[int, int, int]:
+def _draft_bytes(config: Config, draft: DraftModel, rows: int) -> tuple[int, int, int]:
     """Of the draft's training on one pack: trunk, a chunk's logits, and all there is at most, these included."""
-    settings, spec, dtype = config.draft, draft.spec, draft.fc.weight.dtype
-    trainer = draft_trainer(settings, draft)
+    spec, dtype = draft.spec, next(draft.parameters()).dtype
+    trainer = draft_trainer(config.draft, draft)
     weights = sum(p.numel() for p in draft.parameters())
     head = spec.draft_vocab_size * spec.dim
     # Full weights in the compute dtype and their gradients in fp32; on meta these are in the compute dtype.
     training = draft_bytes(trainer, rows) + weights * 4 + head * dtype.itemsize
-    keys = 2 * spec.kv_heads * spec.head_dim
-    whole, acc = config.train.pack_tokens * keys, torch.promote_types(dtype, torch.float32).itemsize
+    whole, acc = (
+        config.train.pack_tokens * spec.trunk_width,
+        torch.promote_types(dtype, torch.float32).itemsize,
+    )
     # Every rank has the keys and values of all, the sum of their gradients, and one pass's share.
-    training += (whole - rows * keys) * (dtype.itemsize + 2 * acc)
-    chunk = min(settings.loss_rows, min(settings.row_block or rows, rows) * settings.ttt_steps)
+    training += (whole - rows * spec.trunk_width) * (dtype.itemsize + 2 * acc)
+    chunk = min(trainer.objective.loss_rows, trainer.objective.most_scored(rows))
     return whole * (dtype.itemsize + 2 * acc), 4 * 4 * chunk * spec.draft_vocab_size, training
 
 
@@ -256,11 +259,6 @@ def _ranks(world: str) -> int:
     if world and not (world.isdecimal() and int(world) > 0):
         raise ConfigError(f"--dry-run.world {world!r} must be a number of ranks, 1 or more")
     return int(world or 1)
-
-
-def _meta_draft(spec: DraftSpec) -> Eagle3:
-    reduced = spec.draft_vocab_size != spec.vocab_size
-    return Eagle3(spec, torch.zeros(spec.draft_vocab_size, dtype=torch.int64) if reduced else None)
 
 
 def _ends(policy: Policy, *, first: bool, last: bool) -> list[Tensor]:

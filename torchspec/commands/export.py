@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from torchspec.build import base_folder, build_draft, build_policy, compute_dtype, draft_spec
+from torchspec.build import base_folder, build_policy, compute_dtype
 from torchspec.checkpoint.checkpoint import load_weights, newest
 from torchspec.checkpoint.export import export_draft, export_policy
 from torchspec.config.load import load
 from torchspec.config.schema import Config, Parallel
 from torchspec.distributed.mesh import Mesh
-from torchspec.drafts.eagle3.checkpoint import LAYOUTS, Layout, Verifier
+from torchspec.drafts import registry
+from torchspec.drafts.base import Verifier
+from torchspec.drafts.build import build_draft, draft_spec
 from torchspec.errors import ConfigError
 from torchspec.models.hf import refuse_existing
 from torchspec.models.spec import PolicySpec, read_json
@@ -25,15 +27,17 @@ def export_run(config: Config, out: Path, layout: str) -> str:
     Raises:
         ConfigError: no such run or checkpoint, an unknown layout, or `out` exists.
     """
-    chosen = _layout(layout)
     refuse_existing(out)
     folder = Path(config.run.dir) / config.run.name
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"--export: {folder} holds no run; give its run.dir and run.name")
+    config = load(folder / "config.toml")
+    layouts = registry.get(config.draft.arch).layouts
+    if layout not in layouts:
+        raise ConfigError(f"--export.format {layout!r} is not allowed; one of: {', '.join(layouts)}")
     saved = newest(folder / "checkpoints")
     if saved is None:
         raise ConfigError(f"--export: {folder} has no checkpoint; set checkpoint.every above 0")
-    config = load(folder / "config.toml")
     mesh = Mesh(Parallel())  # one process, whatever the run's layout was
     base = base_folder(config, mesh)
     spec = PolicySpec.from_hf(base, config.model.max_len)
@@ -47,14 +51,7 @@ def export_run(config: Config, out: Path, layout: str) -> str:
     if draft:
         architecture = read_json(base / "config.json")["architectures"][0]
         verifier = Verifier(str(out / "policy"), architecture, config.rollout.num_draft_tokens)
-        export_draft(draft, out / "draft", mesh, chosen, verifier)
-        said.append(f"draft   {out / 'draft'} ({chosen} layout)")
+        export_draft(draft, out / "draft", mesh, layout, verifier)
+        said.append(f"draft   {out / 'draft'} ({layout} layout)")
     mesh.close()
     return "\n".join(said)
-
-
-def _layout(name: str) -> Layout:
-    for layout in LAYOUTS:
-        if layout == name:
-            return layout
-    raise ConfigError(f"--export.format {name!r} is not allowed; one of: {', '.join(LAYOUTS)}")

@@ -88,7 +88,7 @@ def logits_bytes(spec: PolicySpec, rows: int, dtype: torch.dtype) -> int:
 
 def draft_bytes(trainer: DraftTrainer, rows: int) -> int:
     """The most that the draft's training on a pack of `rows` rows makes, gradients of its weights included."""
-    spec, dtype = trainer.draft.spec, trainer.draft.fc.weight.dtype
+    spec, dtype = trainer.draft.spec, next(trainer.draft.parameters()).dtype
 
     def tap() -> Tensor:
         return torch.empty(rows, spec.dim, device=META, dtype=dtype)

@@ -248,8 +248,8 @@ def _check_draft(config: Config) -> None:
     _require(0 < draft.pass_decay <= 1, f"draft.pass_decay = {draft.pass_decay} must be in (0, 1]")
     ids = draft.aux_layers
     _require(
-        not ids or (len(ids) == 3 and ids[0] >= 0 and ids[0] < ids[1] < ids[2]),
-        f"draft.aux_layers = {ids} must be three ascending layer ids, or [] for the default",
+        ids == sorted({i for i in ids if i >= 0}),
+        f"draft.aux_layers = {ids} must be ascending layer ids, or [] for the default",
     )
     if draft.heads and draft.kv_heads:
         _require(

@@ -70,9 +70,11 @@ class Optim:
 class Draft:
     enabled: bool = True
     """Speculate with a co-trained draft; false trains the policy alone, without speculation."""
+    arch: str = "eagle3"
+    """Architecture of the draft, by its name in the registry (drafts/registry.py)."""
     init: str = "random"
-    """ "random", or a folder with an EAGLE-3 draft (HF or speculators layout), whose shape then counts: vocab_size,
-    fc_norm, norm_output, aux_layers, heads, kv_heads and ffn_dim are for random drafts."""
+    """ "random", or a folder with a draft of this architecture (HF or speculators layout), whose shape then counts:
+    vocab_size, fc_norm, norm_output, aux_layers, heads, kv_heads and ffn_dim are for random drafts."""
     train_every: int = 1
     """Train the draft on every n-th step; 0 keeps it frozen."""
     ttt_steps: int = 7

@@ -10,68 +10,64 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from torchspec.attention import Trunk, local_plan, with_halo
-from torchspec.drafts.eagle3.blocks import make_blocks
-from torchspec.drafts.eagle3.model import Anchors, Eagle3
+from torchspec.attention import local_plan, with_halo
+from torchspec.drafts.base import DraftModel, Objective, Opened, Pack, Unit
 from torchspec.records import Batch, Taps
 
 
 @dataclass(kw_only=True, slots=True)
 class DraftStats:
-    """Sums over the rows trained; add those of microbatches, all-reduce `loss` and `sums` over ranks (SUM).
+    """Sums over the rows trained; add those of microbatches, all-reduce all of them over ranks (SUM).
 
-    `loss` fp64 [] is this part's share of the normalised loss, `sums` fp64 [4, K] as in `DraftLosses`.
+    `loss` fp64 [] is this part's share of the normalised loss; `counts` and `sums` are as in `DraftLosses`.
     """
 
     loss: Tensor
-    sums: Tensor
+    counts: Tensor
+    sums: dict[str, Tensor]
 
     def __add__(self, other: DraftStats) -> DraftStats:
-        return DraftStats(loss=self.loss + other.loss, sums=self.sums + other.sums)
-
-    @property
-    def counts(self) -> Tensor:
-        """Scored rows per pass, [K]."""
-        return self.sums[0]
+        return DraftStats(
+            loss=self.loss + other.loss,
+            counts=self.counts + other.counts,
+            sums={name: total + other.sums[name] for name, total in self.sums.items()},
+        )
 
 
 class DraftTrainer:
-    """Trains an `Eagle3`, sharded by `parallel.fsdp.shard` or not.
+    """Trains a draft, sharded by `distributed.fsdp.shard` or not.
 
-    Pass d = 1..K weighs a_d = pass_decay ** (d - 1); with M(d, i) marking the rows scored the loss is
-        sum_d a_d sum_i M(d, i) CE(d, i) / sum_d a_d sum_i M(d, i),
+    With a_k the weight of prediction k and M(k, i) marking the rows scored, the loss is
+        sum_k a_k sum_i M(k, i) CE(k, i) / sum_k a_k sum_i M(k, i),
     both sums over the global batch. Gradients add up over microbatches, and must be summed (not averaged)
     over ranks.
 
-    Only rows with a loss in some pass go through the passes; the others are trunk. They go in blocks: an
-    anchor's passes read the trunk and the anchor's own earlier passes, nothing of other anchors. So the
-    passes of one block are run, differentiated and forgotten before the next block starts: exact, nothing
-    is computed twice, and memory beyond the trunk depends on `row_block`, not on the pack (design D3).
+    Anchors go in units: an anchor reads what `draft.open` made, and nothing of other anchors. So one unit is
+    run, differentiated and forgotten before the next starts: exact, nothing is computed twice, and memory
+    beyond what is opened depends on a unit's size, not on the pack.
 
     Args:
         draft: the model.
-        passes: K, the passes of training-time test.
-        pass_decay: ratio of the weights of consecutive passes.
-        loss_rows: rows whose logits exist at a time.
-        row_block: most rows in a block; 0: all of a pack.
+        objective: what it is trained on.
     """
 
-    def __init__(
-        self, draft: Eagle3, *, passes: int, pass_decay: float, loss_rows: int, row_block: int = 0
-    ) -> None:
+    def __init__(self, draft: DraftModel, objective: Objective) -> None:
         self.draft = draft
-        self.loss_rows = loss_rows
-        self.row_block = row_block
-        self.pass_weights = [pass_decay**d for d in range(passes)]
+        self.objective = objective
 
     @property
-    def passes(self) -> int:
-        """K."""
-        return len(self.pass_weights)
+    def aux_layers(self) -> tuple[int, ...]:
+        """The policy's taps that `backward` needs."""
+        return self.draft.spec.aux_layers
+
+    def counts(self, batch: Batch) -> Tensor:
+        """Return the scored rows of each prediction, int64 [K] on the CPU: sum them over all microbatches and
+        ranks before training."""
+        return self.objective.counts(batch)
 
     def denominator(self, counts: Tensor) -> float:
-        """sum_d a_d counts_d, at least 1, for the global batch's `pass_counts` [K]."""
-        return max(sum(a * n for a, n in zip(self.pass_weights, counts.tolist(), strict=True)), 1.0)
+        """Return sum_k a_k counts_k, at least 1, for the global batch's `counts` [K]."""
+        return max(sum(a * n for a, n in zip(self.objective.weights, counts.tolist(), strict=True)), 1.0)
 
     def backward(self, batch: Batch, taps: Taps, teacher_head: Tensor, denominator: float) -> DraftStats:
         """Add one microbatch's gradients to the draft's parameters.
@@ -84,46 +80,39 @@ class DraftTrainer:
             teacher_head: [Vd, E], the rows `draft.teacher_rows` of the policy's head.
             denominator: `self.denominator` of the global counts.
         """
-        draft, reach = self.draft, self.passes
+        reach = self.objective.reach
         plan = local_plan(batch.cu_seqlens, batch.group)
-        blocks = make_blocks(batch, plan, reach, self.row_block)
+        units = self.objective.units(batch, plan)
         embeds, final = (with_halo(x.detach(), plan, batch.group, reach) for x in (taps.embeds, taps.final))
-        after = torch.from_numpy(plan.shift(1, reach)).to(embeds.device)
-        head = teacher_head.detach()
-        weights = [a / denominator for a in self.pass_weights]
-
-        with _weights_kept(draft):
-            hidden, trunk = draft.trunk(
-                taps.aux, embeds[after], batch.positions, batch.cu_seqlens, batch.group
-            )
-            dhidden = torch.zeros_like(hidden)
-            sink = trunk.sink.detach().requires_grad_()  # gathers the blocks' gradients of keys and values
-            parts = []
-            for block in blocks:
-                start = hidden.detach()[block.rows].requires_grad_()
-                anchors = Anchors(
-                    block, batch.positions[block.rows], embeds, final, head, batch.cu_seqlens, batch.group
-                )
-                losses = draft(
-                    start,
-                    Trunk(trunk.kv, sink),
-                    anchors,
-                    pass_weights=weights,
-                    loss_rows=self.loss_rows,
-                )
-                losses.loss.backward()
-                assert start.grad is not None
-                dhidden[block.rows] = start.grad
-                parts.append(DraftStats(loss=losses.loss.detach().double(), sums=losses.sums))
-            torch.autograd.backward([hidden, trunk.sink], [dhidden, sink.grad])
+        aux = tuple(x.detach() for x in taps.aux)
+        pack = Pack(batch, plan, aux, embeds, final, teacher_head.detach(), self.objective, denominator)
+        with _weights_kept(self.draft):
+            opened = self.draft.open(pack)
+            grads = [torch.zeros_like(x) for x in opened.rows]
+            sinks = tuple(x.detach().requires_grad_() for x in opened.sinks)  # gather the units' gradients
+            parts = [self._run(unit, opened, sinks, grads, pack) for unit in units]
+            if roots := [*opened.rows, *opened.sinks]:
+                torch.autograd.backward(roots, [*grads, *(x.grad for x in sinks)])
         return sum(parts[1:], start=parts[0])
+
+    def _run(
+        self, unit: Unit, opened: Opened, sinks: tuple[Tensor, ...], grads: list[Tensor], pack: Pack
+    ) -> DraftStats:
+        """Forward and backward of one unit; its rows of `grads` are filled in."""
+        rows = tuple(x.detach()[unit.rows].requires_grad_() for x in opened.rows)
+        losses = self.draft(unit, Opened(rows, sinks, opened.state), pack)
+        losses.loss.backward()
+        for grad, part in zip(grads, rows):
+            assert part.grad is not None
+            grad[unit.rows] = part.grad
+        return DraftStats(loss=losses.loss.detach().double(), counts=losses.counts, sums=losses.sums)
 
 
 @contextmanager
-def _weights_kept(draft: Eagle3) -> Generator[None]:
+def _weights_kept(draft: DraftModel) -> Generator[None]:
     """Under FSDP: gather weights once and reduce gradients once, for all forwards and backwards within.
 
-    In between ranks need not be at the same block. Gradients add up in fp32, as FSDP2 keeps them while it
+    In between ranks need not be at the same unit. Gradients add up in fp32, as FSDP2 keeps them while it
     does not reduce. The backward that reduces comes after all of them, on its own: FSDP2 cannot reduce
     gradients of which only some were kept.
     """

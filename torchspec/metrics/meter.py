@@ -179,8 +179,8 @@ def _thousands(value: float) -> str:
     return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
 
 
-def farewell(folder: Path, plots: list[Path], num_draft_tokens: int) -> str:
-    """What a finished run has left, and how to serve it; 0 draft tokens: without a draft."""
+def farewell(folder: Path, plots: list[Path], num_draft_tokens: int, method: str = "") -> str:
+    """What a finished run has left, and how to serve it; 0 draft tokens: without a draft. `method` is vLLM's."""
     lines = [
         f"metrics     {folder / 'metrics.jsonl'}",
         f"TensorBoard tensorboard --logdir {folder / 'tensorboard'}",
@@ -189,7 +189,7 @@ def farewell(folder: Path, plots: list[Path], num_draft_tokens: int) -> str:
     ]
     if num_draft_tokens:
         spec = {
-            "method": "eagle3",
+            "method": method,
             "model": str(folder / "draft"),
             "num_speculative_tokens": num_draft_tokens,
             "draft_sample_method": "probabilistic",

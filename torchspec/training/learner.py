@@ -18,7 +18,6 @@ from torchspec.data import packing
 from torchspec.distributed.context_parallel import local_rows
 from torchspec.distributed.mesh import Mesh
 from torchspec.distributed.pipeline.policy import sum_gradients
-from torchspec.drafts.eagle3.blocks import pass_counts
 from torchspec.drafts.trainer import DraftTrainer
 from torchspec.errors import NonFinite
 from torchspec.metrics.meter import Meter, Stopwatch
@@ -170,7 +169,7 @@ class Learner:
         """Forward and backward of every pack, then one step of each optimizer."""
         draft = self.draft if train_draft else None
         draft_step = self._draft_pass(draft.trainer, packs, meter) if draft else None
-        aux_layers = draft.trainer.draft.spec.aux_layers if draft else ()
+        aux_layers = draft.trainer.aux_layers if draft else ()
         started = time.perf_counter()
         self._check()
         worst = torch.zeros((), device=self.mesh.device)
@@ -205,7 +204,7 @@ class Learner:
         self, draft: DraftTrainer, packs: list[Batch], meter: Meter
     ) -> Callable[[Batch, Taps], None]:
         """What trains the draft on one pack, given the pack's taps and the update's global denominators."""
-        counts = torch.stack([pass_counts(batch, draft.passes) for batch in packs]).sum(0)
+        counts = torch.stack([draft.counts(batch) for batch in packs]).sum(0)
         denominator = draft.denominator(self.mesh.sum_over_fsdp(counts))
         head = self.policy.head_weight(self.dtype, draft.draft.teacher_rows)
         # A pack's loss is a share of the update's: over packs and ranks the counts add up to one.
@@ -215,8 +214,8 @@ class Learner:
             with self._watch.time("draft", within="policy"):
                 stats = draft.backward(batch, taps, head, denominator)
             meter.mean("draft/loss", stats.loss, 0.0)
-            for name, row in (("ce", 1), ("overlap", 2), ("top1", 3)):
-                for d, (total, count) in enumerate(zip(stats.sums[row], stats.counts)):
+            for name, totals in stats.sums.items():
+                for d, (total, count) in enumerate(zip(totals, stats.counts)):
                     meter.mean(f"draft/{name}_{d}", total, count)
 
         return draft_step

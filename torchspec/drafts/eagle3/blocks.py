@@ -1,4 +1,5 @@
-"""Which rows of a pack a draft is trained on, block by block, and where their inputs lie: integers only."""
+"""Training-time test (TTT): which rows of a pack are trained, block by block, where their inputs lie, what a
+pass weighs. Integers only."""
 
 from __future__ import annotations
 
@@ -9,13 +10,8 @@ import torch
 from torch import Tensor
 
 from torchspec.attention import Plan
+from torchspec.config.schema import Draft
 from torchspec.records import Batch
-
-
-def pass_counts(batch: Batch, passes: int) -> Tensor:
-    """Trained rows of each pass in these rows of a pack, int64 [K] on the CPU: sum them over all microbatches
-    and ranks before training."""
-    return (batch.chain >= torch.arange(1, passes + 1)[:, None]).sum(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +66,50 @@ def make_blocks(batch: Batch, plan: Plan, passes: int, row_block: int) -> list[B
             )
         )
     return blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTimeTest:
+    """EAGLE-3's objective, a `drafts.base.Objective`: K passes over every anchor with a loss in some pass.
+
+    Attributes:
+        passes: K.
+        pass_decay: pass d = 1..K weighs pass_decay ** (d - 1).
+        loss_rows: rows whose logits exist at a time.
+        row_block: most anchors in a unit; 0: all of a pack.
+    """
+
+    passes: int
+    pass_decay: float
+    loss_rows: int
+    row_block: int = 0
+
+    @property
+    def weights(self) -> list[float]:
+        return [self.pass_decay**d for d in range(self.passes)]
+
+    @property
+    def reach(self) -> int:
+        return self.passes
+
+    def counts(self, batch: Batch) -> Tensor:
+        return (batch.chain >= torch.arange(1, self.passes + 1)[:, None]).sum(1)
+
+    def units(self, batch: Batch, plan: Plan) -> list[Block]:
+        return make_blocks(batch, plan, self.passes, self.row_block)
+
+    def most_scored(self, rows: int) -> int:
+        return min(self.row_block or rows, rows) * self.passes
+
+
+def training_time_test(settings: Draft, spec: object) -> TrainingTimeTest:
+    """Return the objective that [draft] describes; it is the same for every shape."""
+    return TrainingTimeTest(
+        passes=settings.ttt_steps,
+        pass_decay=settings.pass_decay,
+        loss_rows=settings.loss_rows,
+        row_block=settings.row_block,
+    )
 
 
 def _ranges(rows: np.ndarray) -> np.ndarray:

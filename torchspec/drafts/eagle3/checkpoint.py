@@ -6,29 +6,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any
 
-from torch import Tensor
-
-from torchspec.drafts.eagle3.model import DraftSpec
+from torchspec.drafts.base import Verifier
+from torchspec.drafts.eagle3.spec import Eagle3Spec
 from torchspec.errors import ConfigError
 
-Layout = Literal["speculators", "eagle3"]
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+LAYOUTS = ("eagle3", "speculators")
 SPECULATORS_VERSION = "0.9.0"
 """Of the schema written here."""
 
 
-class Verifier(NamedTuple):
-    """The policy a speculators checkpoint says it belongs to: where it is, its architecture, draft tokens."""
-
-    path: str
-    architecture: str
-    draft_tokens: int
-
-
-def config_json(spec: DraftSpec, layout: Layout, verifier: Verifier | None = None) -> dict[str, Any]:
+def config_json(spec: Eagle3Spec, layout: str, verifier: Verifier | None = None) -> dict[str, Any]:
     """config.json of a draft; speculators needs the verifier."""
     flat = spec.hf_config()
     if layout == "eagle3":
@@ -57,7 +46,7 @@ def config_json(spec: DraftSpec, layout: Layout, verifier: Verifier | None = Non
     }
 
 
-def layout_of(config: dict[str, Any]) -> Layout:
+def layout_of(config: dict[str, Any]) -> str:
     """Which layout a config.json has.
 
     Raises:
@@ -71,8 +60,8 @@ def layout_of(config: dict[str, Any]) -> Layout:
     return "speculators"
 
 
-def spec_from_json(config: dict[str, Any]) -> DraftSpec:
-    """The inverse of `config_json`, for any checkpoint of either layout that `DraftSpec` can express.
+def spec_from_json(config: dict[str, Any]) -> Eagle3Spec:
+    """The inverse of `config_json`, for any checkpoint of either layout that `Eagle3Spec` can express.
 
     Raises:
         ConfigError: a key is missing, or asks for a variant that is not implemented.
@@ -87,10 +76,10 @@ def spec_from_json(config: dict[str, Any]) -> DraftSpec:
         config = {"norm_before_residual": True, **layer, **config}
         if config.get("target_hidden_size") is None:
             config.pop("target_hidden_size", None)
-    return DraftSpec.from_hf_config(config)
+    return Eagle3Spec.from_hf_config(config)
 
 
-def required_names(spec: DraftSpec) -> set[str]:
+def required_names(spec: Eagle3Spec) -> set[str]:
     """Names of the tensors that the loaders of the eagle3 layout need, and no others that they know."""
     layer = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
     layer += ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
@@ -100,18 +89,11 @@ def required_names(spec: DraftSpec) -> set[str]:
     return {f"{module}.weight" for module in modules} | maps
 
 
-def checked(spec: DraftSpec, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """`weights` of the eagle3 layout, passed on; raises a RuntimeError at the end unless just those required came."""
-    missing = required_names(spec)
-    for name, tensor in weights:
-        if name not in missing:
-            raise RuntimeError(f"draft export: {name} is not a tensor that loaders know, or it came twice")
-        missing.remove(name)
-        yield name, tensor
-    if missing:
-        raise RuntimeError(f"draft export: the loaders need {', '.join(sorted(missing))}")
-
-
-def renamed(name: str, layout: Layout) -> str:
+def renamed(name: str, layout: str) -> str:
     """A name of the eagle3 layout, as `layout` has it."""
     return name.replace("midlayer.", "layers.0.", 1) if layout == "speculators" else name
+
+
+def engine_name(name: str) -> str:
+    """The parameter of vLLM's model that a tensor of the eagle3 layout goes to."""
+    return name if name.startswith("lm_head.") else f"model.{name.replace('midlayer.', 'layers.0.')}"

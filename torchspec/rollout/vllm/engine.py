@@ -29,6 +29,7 @@ from torchspec.rollout.vllm.setup import (
     built_alone,
     check_draft,
     check_version,
+    draft_method,
     own_draft_head,
     prepare_environment,
     process_kept,
@@ -285,10 +286,11 @@ class VllmEngine:
         common = {"num_speculative_tokens": longest, "num_speculative_tokens_per_batch_size": schedule}
         if config.rollout.drafter == "suffix":
             return common | {"method": "custom_class", "model": f"{NoProposals.__module__}.NoProposals"}
+        assert draft_folder is not None
         # Sampled drafts, with their probabilities kept for the rejection test, are accepted far more often
         # at temperature 1 than greedy ones.
         return common | {
-            "method": "eagle3",
+            "method": draft_method(Path(draft_folder)),
             "model": str(draft_folder),
             "draft_sample_method": "probabilistic",
             "rejection_sample_method": "standard",

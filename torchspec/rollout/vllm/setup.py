@@ -15,17 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchspec.drafts import registry
 from torchspec.errors import ConfigError
 from torchspec.models.spec import read_json
 
 CPU_KV_CACHE_GB = 0.25
 """What rollout.kv_cache_gb = 0 means on the CPU."""
-DRAFT_ARCHITECTURES = (
-    "LlamaForCausalLMEagle3",
-    "Eagle3LlamaForCausalLM",
-    "Eagle3DraftModel",  # the speculators layout; so is the next
-    "Eagle3Speculator",
-)
 
 
 def check_version(device_type: str) -> None:
@@ -49,12 +44,10 @@ def check_draft(folder: Path, policy_config: dict[str, Any]) -> None:
     config = read_json(folder / "config.json", "draft")
     if "speculators_config" in config:  # the library's layout, which vLLM reads too
         config = {**config.get("transformer_layer_config", {}), **config}
-    architectures = config.get("architectures") or ["none"]
-    if architectures[0] not in DRAFT_ARCHITECTURES:
-        raise ConfigError(
-            f"{folder}: no drafter in this checkpoint: its architecture is {architectures[0]}, "
-            f"allowed are {', '.join(DRAFT_ARCHITECTURES)}"
-        )
+    try:
+        registry.of_checkpoint(config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: no drafter in this checkpoint: {error}") from None
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(f"{folder}: no drafter in this checkpoint: it has no *.safetensors file")
     if config["vocab_size"] != policy_config["vocab_size"]:
@@ -62,6 +55,11 @@ def check_draft(folder: Path, policy_config: dict[str, Any]) -> None:
             f"{folder}: the draft's vocab_size is {config['vocab_size']}, the policy's "
             f"{policy_config['vocab_size']}; a reduced vocabulary is draft_vocab_size"
         )
+
+
+def draft_method(folder: Path) -> str:
+    """Return vLLM's name of the speculative method that serves the draft in `folder`."""
+    return registry.of_checkpoint(read_json(folder / "config.json", "draft")).method
 
 
 def prepare_environment(device_type: str) -> None:

@@ -8,7 +8,7 @@ inside vLLM's layerwise-reload bracket, which is the only way that works where w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from torchspec.drafts import registry
 
 BACKEND = "torchspec"
 
@@ -74,11 +76,21 @@ class ByReference(WeightTransferEngine[NoInit, Weights]):
 
     def _noting(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Take a checksum of each tensor on its way."""
+        engine_name = self._engine_name()
         for name, tensor in weights:
-            place, part = _place(name, is_draft=self.model is not self._default_model)
+            place, part = _place(engine_name(name))
             cast = tensor.detach().to(self.model_config.dtype) if tensor.is_floating_point() else tensor
             self._sent.setdefault(place, []).append(Sent(part, len(tensor), checksum(cast)))
             yield name, tensor
+
+    def _engine_name(self) -> Callable[[str], str]:
+        """What turns the sender's name of a tensor into the engine's."""
+        if self.model is self._default_model:
+            return str
+        served: Any = self.model_config.hf_config  # the draft's, while it is the target
+        arch = registry.served_as(served.architectures[0])
+        assert arch is not None  # else `check_draft` had refused it
+        return arch.engine_name
 
     def compare(self) -> int:
         """Compare the engine's own tensors with checksums of what the last update sent.
@@ -138,10 +150,8 @@ _FUSED = {
 }
 
 
-def _place(name: str, *, is_draft: bool) -> tuple[str, int]:
-    """The engine's parameter that a Hugging Face tensor goes to, and its rank among those fused there."""
-    if is_draft and not name.startswith("lm_head."):
-        name = f"model.{name.replace('midlayer.', 'layers.0.')}"
+def _place(name: str) -> tuple[str, int]:
+    """The engine's parameter that a tensor goes to, and its rank among those fused there."""
     *path, module, kind = name.split(".")
     module, part = _FUSED.get(module, (module, 0))
     return ".".join([*path, module, kind]), part
