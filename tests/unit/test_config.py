@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from torchspec.config.load import load
+from torchspec.config.document import render
+from torchspec.config.keys import Bounds, keys
+from torchspec.config.load import load, load_recorded
 from torchspec.config.schema import Config
 from torchspec.errors import ConfigError
 
@@ -122,7 +124,7 @@ BAD_ARGUMENTS = [
     (["--model.tiny.kv_heads", "4"], "must be a multiple of model.tiny.kv_heads = 4"),
     (["--model.tiny.head_dim", "31"], "model.tiny.head_dim = 31 must be even"),
     (["--optim.beta1", "1"], "optim.beta1 = 1.0 must be in [0, 1)"),
-    (["--draft.optim.lr=-1"], "draft.optim.lr = -1.0 must not be negative"),
+    (["--draft.optim.lr=-1"], "draft.optim.lr = -1.0 must be at least 0"),
     (["--rl.clip_low", "1"], "rl.clip_low = 1.0 must be in [0, 1)"),
     (["--rl.minibatches", "17"], "rl.minibatches = 17 cannot exceed"),
     (["--warmup.draft_steps", "1"], "warmup.draft_steps = 1 cannot exceed warmup.steps = 0"),
@@ -154,3 +156,90 @@ def test_no_draft_refuses_what_needs_one() -> None:
 def test_a_missing_file_says_where_the_shipped_ones_are() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml: no such config file .*configs/"):
         load("nowhere.toml")
+
+
+OLD_NAMES = [
+    ("[tap]\ntimeout_s = 5", ["--tap.timeout_s=5"], "tap.timeout_s is called parallel.tap_timeout_s"),
+    ("[balance]\ntail_weight = 2", ["--balance.tail-weight", "2"], "is called rollout.tail_weight since"),
+    ("[draft]\nmin_tau = 1", ["--draft.min_tau=1"], "draft.min_tau is called guards.min_tau since"),
+    ("[draft]\nplacement = 'last'", ["--draft.placement=last"], "is called parallel.draft_placement since"),
+    ("[budget]\npolicy = 'das'", ["--budget.policy", "das"], "budget.policy is called budget.rule since"),
+    (
+        "[parallel]\nattention = 'passq'",
+        ["--parallel.attention='passq'"],
+        'parallel.attention = "passq" is called "query_ring" since',
+    ),
+    (
+        "[rollout]\ndrafter = 'eagle3'",
+        ["--rollout.drafter=eagle3"],
+        'rollout.drafter = "eagle3" is called "model" since',
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "argv", "message"), OLD_NAMES, ids=lambda x: str(x)[:30])
+def test_an_old_name_is_refused_with_the_new_one(tmp_path, text, argv, message) -> None:
+    path = tmp_path / "old.toml"
+    path.write_text(text)
+    for where, arguments in ((f"{path}: ", (path,)), ("command line: ", (None, argv))):
+        with pytest.raises(ConfigError) as error:
+            load(*arguments)
+        assert str(error.value).startswith(where)
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", [case[0] for case in OLD_NAMES], ids=lambda x: x[:30])
+def test_a_run_of_before_is_read_with_its_old_names(tmp_path, text) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    old, default = load_recorded(path), Config()
+    if "tap" in text:
+        assert old.parallel.tap_timeout_s == 5.0
+    changed = [a.name for a, b in zip(keys(old), keys(default)) if a.value != b.value]
+    assert len(changed) == (text.partition("= ")[2] not in ("'last'", "'eagle3'"))  # those are the defaults
+
+
+def test_the_reference_of_keys_is_current() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
+    assert text == render(), "the schema has changed: make docs"
+
+
+def test_every_key_has_a_meaning_in_the_reference() -> None:
+    assert [line for line in render().splitlines() if line.endswith("|  |")] == []
+
+
+def test_bounds_read_and_hold_as_they_are_written() -> None:
+    for bounds, text, inside, outside in (
+        (Bounds(low=1), "at least 1", (1, 9), (0,)),
+        (Bounds(above=0), "above 0", (0.1,), (0, -1)),
+        (Bounds(above=0, high=1), "in (0, 1]", (0.1, 1), (0, 1.1)),
+        (Bounds(low=0, below=1), "in [0, 1)", (0, 0.9), (1, -0.1)),
+        (Bounds(low=0, high=1), "in [0, 1]", (0, 1), (-1, 2)),
+        (Bounds(above=0, below=1), "in (0, 1)", (0.5,), (0, 1)),
+    ):
+        assert str(bounds) == text
+        assert all(map(bounds.allow, inside))
+        assert not any(map(bounds.allow, outside))
+
+
+def test_every_default_is_within_its_bounds() -> None:
+    assert [key.name for key in keys(Config()) if key.bounds and not key.bounds.allow(key.value)] == []
+
+
+def test_what_may_change_on_resume_says_where_or_how_fast_not_what() -> None:
+    free = {key.name for key in keys(Config()) if key.may_change}
+    assert {name.partition(".")[0] for name in free} == {
+        "run", "draft", "rollout", "train", "checkpoint", "guards", "parallel",
+    }  # fmt: skip
+    assert {name for name in free if name.startswith(("run", "draft", "rollout"))} == {
+        "run.dir",
+        "run.overwrite",
+        "draft.loss_rows",
+        "draft.row_block",
+        "rollout.max_num_seqs",
+        "rollout.kv_cache_gb",
+        "rollout.gpu_memory_utilization",
+        "rollout.sleep",
+        "rollout.enforce_eager",
+    }

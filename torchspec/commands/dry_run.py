@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from torchspec.build import compute_dtype, policy_transport
-from torchspec.checkpoint.run_folder import flat
 from torchspec.commands.meta_memory import draft_bytes, layer_bytes, logits_bytes
+from torchspec.config.keys import keys
 from torchspec.config.schema import Config
 from torchspec.distributed.mesh import dp_size
 from torchspec.distributed.pipeline.schedule import stage_ranks
@@ -82,7 +82,7 @@ def report(config: Config, world: str) -> str:
     ranks = _ranks(world)
     replicas = dp_size(config.parallel, ranks)
     parallel = config.parallel
-    lines = [f"{key} = {value!r}" for key, value in flat(dataclasses.asdict(config)).items()] + [""]
+    lines = [f"{key.name} = {key.value!r}" for key in keys(config)] + [""]
     lines.append(f"mesh: {ranks} ranks = pp {parallel.pp} x dp_shard {replicas} x cp {parallel.cp}")
     spec = policy_spec(config)
     places = [estimate(config, spec, ranks, place) for place in range(parallel.pp)]

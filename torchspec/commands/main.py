@@ -58,5 +58,5 @@ def print_keys() -> None:
     """Every `--section.key` with its type, default and meaning."""
     import tyro
 
-    # Without flag conversion the help shows what `config_load` takes: --run.overwrite true
+    # Without flag conversion the help shows what `load` takes: --run.overwrite true
     tyro.cli(tyro.conf.FlagConversionOff[Config], args=["--help"], prog="CONFIG.toml")

@@ -1,6 +1,6 @@
-"""The configuration's sections and keys, with their defaults. Imports nothing of ours, and no torch.
+"""The configuration: sections and keys, with defaults, bounds, and what a resumed run may change.
 
-`config_load.load` fills these from a TOML file and the command line.
+`load` fills these from a TOML file and the command line. `docs/config.md` is made from this file (`make docs`).
 """
 
 from __future__ import annotations
@@ -8,18 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torchspec.config.keys import key
+
+MAY_CHANGE = {"may_change": True}
+"""Of a section: a resumed run may change all of its keys."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Run:
     name: str = "run"
     """Name of the run; its files go to `dir/name`."""
-    dir: str = "runs"
+    dir: str = key("runs", may_change=True)
     """Folder that holds all runs."""
     seed: int = 0
     """Seeds the problems' order, the sampling engines and every random initialisation."""
-    steps: int = 100
+    steps: int = key(100, low=1)
     """RL steps: rollout, optimizer updates, refit."""
-    overwrite: bool = False
+    overwrite: bool = key(False, may_change=True)
     """Replace an earlier run of this name that is finished, or was of another config; otherwise that is an error.
     A run of this config that was stopped goes on, whatever this says."""
 
@@ -28,12 +33,18 @@ class Run:
 class TinyModel:
     """A randomly initialised policy with a character tokenizer, for `model.source = "tiny"`."""
 
-    dim: int = 192
-    layers: int = 4
-    heads: int = 6
-    kv_heads: int = 2
-    head_dim: int = 32
-    ffn_dim: int = 512
+    dim: int = key(192, low=1)
+    """Width of the hidden states."""
+    layers: int = key(4, low=1)
+    """Number of layers."""
+    heads: int = key(6, low=1)
+    """Query heads."""
+    kv_heads: int = key(2, low=1)
+    """Key/value heads; `heads` is a multiple of it."""
+    head_dim: int = key(32, low=2)
+    """Width of a head; even."""
+    ffn_dim: int = key(512, low=1)
+    """Hidden width of the feed-forward."""
     tied: bool = True
     """Share the embedding and the head."""
 
@@ -42,7 +53,7 @@ class TinyModel:
 class Model:
     source: str = "tiny"
     """A folder with HF safetensors, config and tokenizer (Qwen3 or Llama 3), a hub id, or "tiny"."""
-    max_len: int = 512
+    max_len: int = key(512, low=2)
     """Longest prompt plus response, in tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of training and rollouts; master weights and reductions are always float32."""
@@ -51,18 +62,23 @@ class Model:
 
 @dataclass(kw_only=True, slots=True)
 class Optim:
-    lr: float = 1e-6
+    lr: float = key(1e-6, low=0)
+    """Highest learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after its warm-up, over run.steps."""
-    warmup_steps: int = 0
+    warmup_steps: int = key(0, low=0)
     """Optimizer steps over which the learning rate rises from 0."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = key(0.0, low=0, high=1)
     """The schedule ends at lr * min_lr_ratio."""
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip: float = 1.0
+    weight_decay: float = key(0.0, low=0)
+    """AdamW: decoupled weight decay."""
+    beta1: float = key(0.9, low=0, below=1)
+    """AdamW: decay of the gradient's mean."""
+    beta2: float = key(0.95, low=0, below=1)
+    """AdamW: decay of the squared gradient's mean."""
+    eps: float = key(1e-8, above=0)
+    """AdamW: added to the denominator."""
+    clip: float = key(1.0, low=0, why="0 turns clipping off")
     """Largest gradient norm of this model (each model has its own); 0 turns clipping off."""
 
 
@@ -75,13 +91,13 @@ class Draft:
     init: str = "random"
     """ "random", or a folder with a draft of this architecture (HF or speculators layout), whose shape then counts:
     vocab_size, fc_norm, norm_output, aux_layers, heads, kv_heads and ffn_dim are for random drafts."""
-    train_every: int = 1
+    train_every: int = key(1, low=0)
     """Train the draft on every n-th step; 0 keeps it frozen."""
-    ttt_steps: int = 7
+    ttt_steps: int = key(7, low=1)
     """K, the passes of training-time test."""
-    pass_decay: float = 0.8
+    pass_decay: float = key(0.8, above=0, high=1)
     """Pass d weighs pass_decay ** d in the loss, d counted from 0."""
-    vocab_size: int = 0
+    vocab_size: int = key(0, low=0)
     """Size of a reduced draft vocabulary (the most frequent tokens of the training text); 0: the policy's."""
     fc_norm: bool = True
     """EAGLE-3.1: a norm on each tap before they are projected. False with norm_output = false is EAGLE-3."""
@@ -89,15 +105,15 @@ class Draft:
     """EAGLE-3.1: pass the normed hidden state on to the next pass."""
     aux_layers: list[int] = field(default_factory=list)
     """Ids of the three tapped layers, each the hidden state entering that layer; []: 2, L//2, L-3."""
-    heads: int = 0
+    heads: int = key(0, low=0)
     """Query heads of the draft's layer; 0: the policy's."""
-    kv_heads: int = 0
+    kv_heads: int = key(0, low=0)
     """Key/value heads of the draft's layer; 0: the policy's."""
-    ffn_dim: int = 0
+    ffn_dim: int = key(0, low=0)
     """Hidden width of the draft's feed-forward; 0: the policy's."""
-    loss_rows: int = 1024
+    loss_rows: int = key(1024, low=1, may_change=True)
     """Rows of head and soft cross-entropy computed at a time; logits never exist for more."""
-    row_block: int = 0
+    row_block: int = key(0, low=0, may_change=True)
     """Rows that go through their K passes at a time, exactly; memory of the passes grows with it. 0: all."""
     optim: Optim = field(default_factory=lambda: Optim(lr=1e-4))
 
@@ -122,9 +138,9 @@ class Data:
     """Field with a stable problem id; "": the line's number."""
     system_prompt: str = ""
     """Put before every question as the system message."""
-    size: int = 1024
+    size: int = key(1024, low=0)
     """Number of training problems (reasoning_gym generates them; files are cut to it; 0: all)."""
-    eval_size: int = 64
+    eval_size: int = key(64, low=0)
     """Held-out problems: generated beyond the training ones, or taken from the end of a file."""
 
 
@@ -136,38 +152,41 @@ class Reward:
     """One weight per function; []: all 1."""
     answer_pattern: str = r"<answer>(.*?)</answer>"
     """Regular expression whose first group is the answer in a response; "": the whole response."""
-    timeout_s: float = 5.0
+    timeout_s: float = key(5.0, above=0)
     """Longest time math_verify or reasoning_gym may take for one response; beyond it the response scores 0."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Rollout:
-    problems_per_step: int = 16
+    problems_per_step: int = key(16, low=1)
     """Problems a step, over all ranks."""
-    samples_per_problem: int = 8
+    samples_per_problem: int = key(8, low=2)
     """n, the responses in a group."""
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_new_tokens: int = key(256, low=1)
+    """Longest response, in tokens."""
+    temperature: float = key(1.0, above=0, why="greedy samples cannot be trained on")
+    """Of sampling; the policy's log-probabilities are of the same temperature."""
+    top_p: float = key(1.0, above=0, high=1)
+    """Nucleus sampling; 1: off."""
+    top_k: int = key(0, low=0)
     """0: off."""
     drafter: Literal["model", "suffix", "hybrid"] = "model"
     """Who proposes tokens: the draft model, the suffix drafter (see [suffix]), or for each request and step the one
     of them that is expected to save more. Without a draft, "model" means no speculation."""
-    num_draft_tokens: int = 4
+    num_draft_tokens: int = key(4, low=1)
     """Tokens that the draft model proposes at most per verify step."""
-    max_num_seqs: int = 64
+    max_num_seqs: int = key(64, low=1, may_change=True)
     """Requests an engine runs at a time."""
-    tail_weight: float = 1.0
+    tail_weight: float = key(1.0, low=0)
     """Dispatch over engines, longest first: a request's weight is its expected tokens plus this times what the
     90th percentile has over the mean."""
-    kv_cache_gb: float = 0.0
+    kv_cache_gb: float = key(0.0, low=0, may_change=True)
     """KV cache of one engine in GB; 0: what gpu_memory_utilization leaves (CUDA), 0.25 (CPU)."""
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: float = key(0.5, above=0, below=1, may_change=True)
     """CUDA: share of the GPU the engine may take."""
-    sleep: bool = True
+    sleep: bool = key(True, may_change=True)
     """CUDA: free the engine's memory while training."""
-    enforce_eager: bool = False
+    enforce_eager: bool = key(False, may_change=True)
     """CUDA: no CUDA graphs."""
 
 
@@ -175,13 +194,13 @@ class Rollout:
 class Suffix:
     """The suffix drafter: proposes what earlier responses to the same problem went on with."""
 
-    window: int = 0
+    window: int = key(0, low=0)
     """Steps that responses are remembered for; 0: two epochs, at least 16."""
-    max_bytes: int = 4 << 30
+    max_bytes: int = key(4 << 30, low=1)
     """Memory for them, about 30 bytes a token; beyond it the oldest are forgotten."""
-    recency: float = 0.98
+    recency: float = key(0.98, above=0, high=1)
     """Each newer generation of a problem's responses scales an older one's acceptance estimates by this."""
-    max_draft: int = 24
+    max_draft: int = key(24, low=1)
     """Tokens it proposes at most per verify step."""
 
 
@@ -191,17 +210,17 @@ class Budget:
 
     rule: Literal["off", "fixed", "unlimited", "das", "das_closed", "price"] = "price"
     """price: tokens that are expected to save more time than they cost, by a table measured at the start."""
-    fixed_tokens: int = 4
+    fixed_tokens: int = key(4, low=0)
     """fixed: draft tokens of every request and step."""
     class_tokens: list[int] = field(default_factory=lambda: [0, 8, 24])
     """das: draft tokens of short, medium and long requests."""
-    short_below: int = 256
+    short_below: int = key(256, low=1)
     """das, metrics: responses below this length are short."""
     long_from: int = 1024
     """das, metrics: responses from this length on are long."""
-    capacity: float = 0.8
+    capacity: float = key(0.8, above=0, below=1)
     """das_closed: share of a response that drafts can ever cover."""
-    focus: float = 0.75
+    focus: float = key(0.75, low=0, high=1)
     """price: 0 counts all requests alike (throughput), 1 only those that will end last (makespan)."""
     cost_table: str = ""
     """price, das, das_closed: JSON of a run before (cost.json) instead of a measurement."""
@@ -209,28 +228,29 @@ class Budget:
 
 @dataclass(kw_only=True, slots=True)
 class RL:
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    clip_low: float = key(0.2, low=0, below=1)
+    """See clip_high."""
+    clip_high: float = key(0.28, low=0)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high] (clip-higher)."""
-    tis_cap: float = 2.0
+    tis_cap: float = key(2.0, low=0)
     """Cap of the truncated importance weight between trainer and engine; 0 turns the weight off."""
-    kl_coef: float = 0.0
+    kl_coef: float = key(0.0, low=0)
     """Weight of the KL term against the policy the run started from; 0 keeps no reference copy."""
     normalise_std: bool = True
     """Divide a group's advantages by their standard deviation (GRPO); false only subtracts the mean."""
     overlong: Literal["mask", "penalise", "keep"] = "mask"
     """Responses cut at max_new_tokens: out of the policy loss, a reward penalty, or as any other."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: float = key(1.0, low=0)
     """penalise: subtracted from the reward of a cut response."""
-    minibatches: int = 1
+    minibatches: int = key(1, low=1)
     """Optimizer updates per step; above 1, the old log-probabilities are computed first."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Train:
-    pack_tokens: int = 4096
+    pack_tokens: int = key(4096, low=1)
     """Tokens of a pack, the microbatch of one rank."""
-    logprob_rows: int = 2048
+    logprob_rows: int = key(2048, low=1)
     """Rows whose logits exist at a time in the policy's loss."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass."""
@@ -240,10 +260,13 @@ class Train:
 class Warmup:
     """Supervised steps before RL that teach the answer format; cached under run.dir/cache."""
 
-    steps: int = 0
-    problems_per_step: int = 64
-    lr: float = 1e-3
-    draft_steps: int = 0
+    steps: int = key(0, low=0)
+    """Number of supervised steps; 0: no warm-up."""
+    problems_per_step: int = key(64, low=1)
+    """Problems of a warm-up step, over all ranks."""
+    lr: float = key(1e-3, low=0)
+    """Highest learning rate of the policy's warm-up."""
+    draft_steps: int = key(0, low=0)
     """The draft learns during the last n of the warm-up's steps."""
     template: str = "<answer>{answer}</answer>"
     """The response that is taught; {question} and {answer} are filled in."""
@@ -251,9 +274,10 @@ class Warmup:
 
 @dataclass(kw_only=True, slots=True)
 class Eval:
-    every: int = 0
+    every: int = key(0, low=0)
     """Evaluate on held-out problems every n steps, and after the last; 0: never."""
-    samples_per_problem: int = 1
+    samples_per_problem: int = key(1, low=1)
+    """Responses to each held-out problem."""
     frozen_draft: bool = False
     """Also measure tau of the draft the RL steps started with, on the same policy and problems."""
 
@@ -262,9 +286,9 @@ class Eval:
 class Parallel:
     dp_shard: int = -1
     """Replicas of a pipeline; FSDP2 shards weights over dp_shard * cp ranks. -1: as many as are left."""
-    cp: int = 1
+    cp: int = key(1, low=1)
     """Context parallelism: ranks that share every pack, each with its rows."""
-    pp: int = 1
+    pp: int = key(1, low=1)
     """Pipeline parallelism: stages the policy's layers are split into."""
     attention: Literal["auto", "ring", "gather", "query_ring"] = "auto"
     """cp > 1, the policy's layers: keys and values ride a ring or are gathered, or queries travel; auto: by
@@ -275,18 +299,18 @@ class Parallel:
     """pp > 1: layers of each stage, for a last stage with less to do; []: as even as can be."""
     draft_placement: Literal["last", "spread"] = "last"
     """pp > 1: the rank of the last stage trains the draft, or all ranks take turns by microbatch."""
-    tap_timeout_s: float = 600.0
+    tap_timeout_s: float = key(600.0, above=0)
     """pp > 1: longest wait for a tap from another stage; on CUDA from when it is expected, so above the time of a
     step."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Checkpoint:
-    every: int = 20
+    every: int = key(20, low=0)
     """Save after every n-th step, after the last, and when the run is told to stop; 0: never."""
-    keep_last: int = 2
+    keep_last: int = key(2, low=1)
     """The newest n stay."""
-    keep_best: int = 0
+    keep_best: int = key(0, low=0)
     """So do the n best of the run."""
     best: Literal["reward", "tau"] = "reward"
     """What keep_best goes by: mean reward or acceptance length, as measured in the checkpoint's step."""
@@ -298,11 +322,11 @@ class Checkpoint:
 class Guards:
     """Crossing a bound is a warning; too many steps in a row end the run."""
 
-    patience: int = 3
+    patience: int = key(3, low=1)
     """Steps in a row beyond a bound, this section's or guards.min_tau, that end the run."""
-    max_kl: float = 0.5
+    max_kl: float = key(0.5, low=0)
     """Most that the trainer's policy may be from the engine's: policy/kl_train_rollout, nats a token; 0: off."""
-    min_tau: float = 0.0
+    min_tau: float = key(0.0, low=0)
     """Canary: least mean acceptance length (bonus token counted) of the draft model in a step's rollouts; 0: off."""
 
 
@@ -317,13 +341,13 @@ class Config:
     suffix: Suffix = field(default_factory=Suffix)
     budget: Budget = field(default_factory=Budget)
     rl: RL = field(default_factory=RL)
-    train: Train = field(default_factory=Train)
+    train: Train = field(default_factory=Train, metadata=MAY_CHANGE)
     optim: Optim = field(default_factory=Optim)
     warmup: Warmup = field(default_factory=Warmup)
     eval: Eval = field(default_factory=Eval)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    guards: Guards = field(default_factory=Guards)
-    parallel: Parallel = field(default_factory=Parallel)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint, metadata=MAY_CHANGE)
+    guards: Guards = field(default_factory=Guards, metadata=MAY_CHANGE)
+    parallel: Parallel = field(default_factory=Parallel, metadata=MAY_CHANGE)
 
 
 def longest_draft(config: Config) -> int:
