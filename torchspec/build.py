@@ -14,7 +14,7 @@ import torch
 from torchspec.attention import Traffic, choose_transport
 from torchspec.checkpoint.export import load_draft
 from torchspec.config.schema import Config, Draft
-from torchspec.data.problems import check_tokenizer
+from torchspec.data.prompts import check_tokenizer
 from torchspec.distributed.fsdp import shard
 from torchspec.distributed.mesh import Mesh
 from torchspec.distributed.parallelize import load_pipelined, load_policy

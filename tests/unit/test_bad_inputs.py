@@ -25,7 +25,9 @@ from torchspec.commands.export import export_run
 from torchspec.commands.main import main
 from torchspec.config.load import load
 from torchspec.config.schema import Checkpoint, Config, Data, Optim, Parallel, TinyModel
-from torchspec.data.problems import ProblemOrder, encode_prompts, load_problems
+from torchspec.data.problems import load_problems
+from torchspec.data.prompts import encode_prompts
+from torchspec.data.sampler import ProblemOrder
 from torchspec.distributed.mesh import Mesh
 from torchspec.drafts.eagle3.checkpoint import Verifier, config_json
 from torchspec.drafts.eagle3.model import Eagle3
