@@ -12,7 +12,7 @@ import torch
 
 from torchspec.attention import Traffic, choose_transport
 from torchspec.config.schema import Config
-from torchspec.data.problems import check_tokenizer
+from torchspec.data.prompts import check_tokenizer
 from torchspec.distributed.mesh import Mesh
 from torchspec.distributed.parallelize import load_pipelined, load_policy
 from torchspec.errors import ConfigError

@@ -28,3 +28,8 @@ class TapError(RuntimeError):
 
 class Stopped(Exception):
     """The run is to stop; the step that was being made is dropped."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of `error` without line breaks; its type's name if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -30,7 +30,9 @@ from torchspec.checkpoint.checkpoint import Checkpoints, Component, newest, rese
 from torchspec.checkpoint.export import export_draft, export_policy
 from torchspec.checkpoint.run_folder import all_ranks_see, create_run_folder, find_run, note, note_resumption
 from torchspec.config.schema import Config, Optim, longest_draft
-from torchspec.data.problems import ProblemOrder, encode_prompts, load_problems
+from torchspec.data.problems import load_problems
+from torchspec.data.prompts import encode_prompts
+from torchspec.data.sampler import ProblemOrder
 from torchspec.distributed.interrupt import Interrupt
 from torchspec.distributed.mesh import Mesh
 from torchspec.drafts import registry as drafts
@@ -52,7 +54,8 @@ from torchspec.models.hf import load_hf
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
 from torchspec.records import Problem, Rollout, SpecStats
-from torchspec.rewards import scorer as rewards
+from torchspec.rewards.advantages import group_advantages
+from torchspec.rewards.scorer import build_scorer
 from torchspec.rollout.engine import Request
 from torchspec.rollout.files import write_rollouts
 from torchspec.rollout.fleet import Fleet
@@ -79,7 +82,7 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.problems, self.held_out = load_problems(config.data)
-        self.scorer = rewards.build_scorer(config.reward, config.data)
+        self.scorer = build_scorer(config.reward, config.data)
         self.scorer.check_answers([*self.problems, *self.held_out])
         self.mesh = Mesh(config.parallel)
         check_version(self.mesh.device.type)
@@ -187,7 +190,7 @@ class Trainer:
             self.fleet.learn(step, everything)
         with self._phase(meter, "reward"):
             score(self.scorer, self.tokenizer, problems, rollouts)
-            rewards.group_advantages(rollouts, config.rl)
+            group_advantages(rollouts, config.rl)
             meter.total("reward/failures", sum(self.scorer.failures.values()))
             self.scorer.failures.clear()
         speculator = self.engine.speculator

@@ -24,7 +24,9 @@ from torchspec.commands.export import export_run
 from torchspec.commands.main import main
 from torchspec.config.load import load
 from torchspec.config.schema import Checkpoint, Config, Data, Optim, Parallel, TinyModel
-from torchspec.data.problems import ProblemOrder, encode_prompts, load_problems
+from torchspec.data.problems import load_problems
+from torchspec.data.prompts import encode_prompts
+from torchspec.data.sampler import ProblemOrder
 from torchspec.distributed.mesh import Mesh
 from torchspec.drafts.base import Verifier
 from torchspec.drafts.build import check_draft, draft_spec, load_draft

@@ -9,13 +9,9 @@ import pytest
 from pyarrow import parquet
 
 from torchspec.config.schema import Data
-from torchspec.data.problems import (
-    ProblemOrder,
-    check_tokenizer,
-    encode_prompt,
-    encode_prompts,
-    load_problems,
-)
+from torchspec.data.problems import load_problems
+from torchspec.data.prompts import check_tokenizer, encode_prompt, encode_prompts
+from torchspec.data.sampler import ProblemOrder
 from torchspec.errors import ConfigError
 from torchspec.records import Problem
 

@@ -12,10 +12,13 @@ import time
 import pytest
 
 from torchspec.config.schema import RL, Data, Reward
-from torchspec.data.problems import load_problems, reasoning_gym_task
+from torchspec.data.problems import load_problems
+from torchspec.data.sources import reasoning_gym_task
 from torchspec.errors import ConfigError
 from torchspec.records import Problem, Rollout
-from torchspec.rewards.scorer import EVAL_TASKS, SYMPY_TASKS, build_scorer, group_advantages, harmless
+from torchspec.rewards.advantages import group_advantages
+from torchspec.rewards.judges import EVAL_TASKS, SYMPY_TASKS, harmless
+from torchspec.rewards.scorer import build_scorer
 
 FILE = Data(source="jsonl", path="unused")
 

@@ -14,7 +14,8 @@ import numpy as np
 from torchspec.build import base_folder, load_tokenizer, sampling_of
 from torchspec.checkpoint.run_folder import git_commit, installed_versions
 from torchspec.config.schema import Config, longest_draft
-from torchspec.data.problems import encode_prompts, load_problems
+from torchspec.data.problems import load_problems
+from torchspec.data.prompts import encode_prompts
 from torchspec.distributed.mesh import Mesh
 from torchspec.errors import ConfigError
 from torchspec.models.spec import PolicySpec

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from torchspec.build import base_folder, load_tokenizer, sampling_of, score
 from torchspec.config.schema import Config, longest_draft
-from torchspec.data.problems import encode_prompts, load_problems
+from torchspec.data.problems import load_problems
+from torchspec.data.prompts import encode_prompts
 from torchspec.distributed.mesh import Mesh
 from torchspec.errors import ConfigError
 from torchspec.models.spec import PolicySpec

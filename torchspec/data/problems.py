@@ -1,35 +1,23 @@
-"""Problems: where they come from, the order they are asked in, and their prompts as tokens.
+"""Problems: load them from their source and check them.
 
-Four sources give the same `Problem` records: reasoning-gym generators, JSONL, Parquet, and Hugging Face data
-set folders. Whatever a file holds that cannot be used is a `ConfigError` that names the line or row.
+Whatever a file holds that cannot be used is a `ConfigError` that names the line or row.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import json
 import logging
-import random
-import warnings
 from collections.abc import Iterator
-from dataclasses import fields
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from torchspec.config.schema import Data
+from torchspec.data.sources import FILE_SOURCES, Row, generate
 from torchspec.errors import ConfigError
 from torchspec.records import Message, Problem
-
-if TYPE_CHECKING:  # importing transformers takes seconds
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
 ROLES = ("system", "user", "assistant")
-DRAWS_PER_PROBLEM = 10
-"""reasoning-gym repeats questions; give up after this many draws for each problem asked for."""
 
 
 def load_problems(data: Data) -> tuple[list[Problem], list[Problem]]:
@@ -45,10 +33,10 @@ def load_problems(data: Data) -> tuple[list[Problem], list[Problem]]:
     if data.size < 0 or data.eval_size < 0:
         raise ConfigError("data.size and data.eval_size must not be negative")
     if data.source == "reasoning_gym":
-        return _generate(data)
+        return _generated(data)
     if not data.path:
         raise ConfigError(f'data.path is empty; data.source = "{data.source}" needs a file or folder')
-    rows = {"jsonl": _jsonl_rows, "parquet": _parquet_rows, "hf": _hf_rows}[data.source]
+    rows = FILE_SOURCES[data.source]
     problems = _from_rows(rows(data), data)
     if not problems:
         raise ConfigError(f"{data.path}: no problems in it")
@@ -77,123 +65,17 @@ def _without(train: list[Problem], held_out: list[Problem], data: Data) -> list[
     return kept
 
 
-# reasoning-gym
-
-
-def reasoning_gym_task(task: str, task_args: dict[str, Any], size: int) -> Any:
-    """The reasoning-gym data set `task`, `size` items long; it generates and it scores.
-
-    Raises:
-        ConfigError: unknown task, or arguments its generator does not take.
-    """
-    with warnings.catch_warnings():  # a dependency of reasoning-gym compiles with SyntaxWarnings
-        warnings.simplefilter("ignore", SyntaxWarning)
-        from reasoning_gym.factory import DATASETS, create_dataset
-    if task not in DATASETS:
-        close = difflib.get_close_matches(task, DATASETS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f'data.task = "{task}" is not a reasoning-gym task; did you mean "{close}"?')
-    names = {f.name for f in fields(DATASETS[task][1])} - {"size"}
-    for name in task_args:
-        if name not in names:
-            hint = "set data.size" if name == "size" else f"it takes: {', '.join(sorted(names))}"
-            raise ConfigError(f'data.task_args: "{task}" takes no {name!r} here; {hint}')
-    try:
-        return create_dataset(task, **{"seed": 0, **task_args}, size=size)
-    except Exception as error:  # each task checks its arguments in its own way
-        raise ConfigError(f'data.task_args: "{task}" refuses {task_args}: {_one_line(error)}') from error
-
-
-def _generate(data: Data) -> tuple[list[Problem], list[Problem]]:
-    if data.size == 0:
-        raise ConfigError(
-            "data.size = 0 (all) is for files; reasoning_gym generates without end: set a number"
+def _generated(data: Data) -> tuple[list[Problem], list[Problem]]:
+    problems = [
+        Problem(
+            id=f"{data.task}/{index}",
+            messages=_with_system(data, [{"role": "user", "content": entry["question"]}]),
+            answer=entry["answer"],
+            meta={"entry": entry},
         )
-    wanted = data.size + data.eval_size
-    draws = DRAWS_PER_PROBLEM * wanted
-    task = reasoning_gym_task(data.task, data.task_args, draws)
-    problems: dict[str, Problem] = {}  # by question
-    for index in range(draws):
-        try:
-            entry = task[index]
-        except Exception as error:  # arguments that pass the task's own check may still be impossible
-            raise ConfigError(
-                f'data.task_args: "{data.task}" fails at problem {index} with {data.task_args}: '
-                f"{_one_line(error)}"
-            ) from error
-        if entry["question"] not in problems:
-            problems[entry["question"]] = Problem(
-                id=f"{data.task}/{index}",
-                messages=_with_system(data, [{"role": "user", "content": entry["question"]}]),
-                answer=entry["answer"],
-                meta={"entry": entry},
-            )
-        if len(problems) == wanted:
-            unique = list(problems.values())
-            return unique[: data.size], unique[data.size :]
-    raise ConfigError(
-        f'data.task = "{data.task}" gave only {len(problems)} different questions in {draws} draws, '
-        f"data.size + data.eval_size ask for {wanted}; lower them, or widen data.task_args"
-    )
-
-
-# Files. A row travels with its number, counted from 1, and its place, for messages.
-
-Row = tuple[int, str, dict[str, Any]]
-
-
-def _jsonl_rows(data: Data) -> Iterator[Row]:
-    path = _existing_file(data)
-    with path.open("rb") as file:  # bytes, so that a line that is not UTF-8 still has its number
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except ValueError as error:  # UnicodeDecodeError, JSONDecodeError
-                raise ConfigError(f"{place}: not a JSON line: {_one_line(error)}") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{place}: must be a JSON object, got {type(row).__name__}")
-            yield number, place, row
-
-
-def _parquet_rows(data: Data) -> Iterator[Row]:
-    import pyarrow
-    from pyarrow import parquet
-
-    path = _existing_file(data)
-    try:
-        rows = parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:  # not Parquet, or damaged pages
-        raise ConfigError(f"{path}: not a Parquet file: {_one_line(error)}") from None
-    for number, row in enumerate(rows, start=1):
-        yield number, f"{path}: row {number}", row
-
-
-def _hf_rows(data: Data) -> Iterator[Row]:
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(data.path)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{data.path}: no data set folder (data.path); write one with datasets' save_to_disk"
-        ) from None
-    if isinstance(loaded, datasets.DatasetDict):
-        if data.split not in loaded:
-            raise ConfigError(
-                f'{data.path}: no split "{data.split}" (data.split); it has: {", ".join(map(str, loaded))}'
-            )
-        loaded = loaded[data.split]
-    for number, row in enumerate(loaded, start=1):
-        yield number, f"{data.path}: row {number}", dict(row)
-
-
-def _existing_file(data: Data) -> Path:
-    path = Path(data.path)
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file (data.path)")
-    return path
+        for index, entry in generate(data)
+    ]
+    return problems[: data.size], problems[data.size :]
 
 
 def _from_rows(rows: Iterator[Row], data: Data) -> list[Problem]:
@@ -261,144 +143,3 @@ def _messages(prompt: Any, place: str, data: Data) -> list[Message]:
 
 def _with_system(data: Data, messages: list[Message]) -> list[Message]:
     return [{"role": "system", "content": data.system_prompt}, *messages] if data.system_prompt else messages
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-# Tokens
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Refuse a tokenizer that can produce ids the model has no embedding for, or that cannot end a response.
-
-    Raises:
-        ConfigError: more tokens than `vocab_size`, or no end token.
-    """
-    if len(tokenizer) > vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {vocab_size}: they do not "
-            f"belong together; point model.source at a folder whose tokenizer and weights do"
-        )
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            "the tokenizer has no end token; set eos_token in tokenizer_config.json of model.source"
-        )
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
-    """Token ids of the chat `messages`, up to where the policy's response starts.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template, or its template refuses the messages.
-    """
-    from jinja2 import TemplateError
-
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            "the tokenizer has no chat template; use an instruction-tuned model, or put a chat_template.jinja "
-            "into the folder model.source"
-        )
-    try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    except TemplateError as error:  # e.g. a template that knows no system message
-        roles = ", ".join(m["role"] for m in messages)
-        raise ConfigError(
-            f"the chat template refuses messages of roles {roles}: {_one_line(error)}"
-        ) from error
-    return cast("list[int]", ids)
-
-
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, problems: list[Problem], max_prompt: int
-) -> list[list[int]]:
-    """Token ids of each problem's prompt; `max_prompt` is the most tokens that leave room for a response.
-
-    Raises:
-        ConfigError: a prompt longer than `max_prompt`.
-    """
-    prompts = []
-    for problem in problems:
-        try:
-            prompts.append(encode_prompt(tokenizer, problem.messages))
-        except ConfigError:
-            raise
-        except Exception as error:  # tokenizers raises bare Exception for text outside its vocabulary
-            raise ConfigError(
-                f"problem {problem.id}: the tokenizer refuses it: {_one_line(error)}"
-            ) from error
-    for problem, prompt in zip(problems, prompts, strict=True):
-        if len(prompt) > max_prompt:
-            raise ConfigError(
-                f"problem {problem.id}: its prompt has {len(prompt)} tokens, at most {max_prompt} fit; raise "
-                f"model.max_len, lower rollout.max_new_tokens, or remove the problem"
-            )
-    return prompts
-
-
-# Order
-
-
-class ProblemOrder:
-    """Problems without end: every epoch is a permutation drawn from (seed, epoch).
-
-    What an epoch has left too few of for a whole draw is skipped, so no problem is drawn twice at once: its
-    two groups would be one to the advantages.
-    """
-
-    def __init__(self, problems: list[Problem], seed: int) -> None:
-        self.problems = problems
-        self.seed = seed
-        self._start(epoch=0)
-
-    def next(self, n: int) -> list[Problem]:
-        """The next `n` problems, all different.
-
-        Raises:
-            ConfigError: there are fewer than `n` problems.
-        """
-        if n > len(self.problems):
-            raise ConfigError(
-                f"a step asks for {n} problems, but there are only {len(self.problems)} to train on"
-            )
-        if self.offset + n > len(self.problems):
-            self._start(self.epoch + 1)
-        taken = self.order[self.offset : self.offset + n]
-        self.offset += n
-        return [self.problems[i] for i in taken]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "problems": len(self.problems),
-            "digest": self._digest,
-            "epoch": self.epoch,
-            "offset": self.offset,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state` was taken.
-
-        Raises:
-            ConfigError: the state belongs to other problems or another seed.
-        """
-        here = {"seed": self.seed, "problems": len(self.problems), "digest": self._digest}
-        saved = {name: state[name] for name in here}
-        if saved != here:
-            raise ConfigError(
-                f"cannot resume the problems' order of {saved} with {here}; restore the [data] settings and files"
-            )
-        self._start(state["epoch"])
-        self.offset = state["offset"]
-
-    @cached_property
-    def _digest(self) -> str:
-        """Differs where any problem does, as files may have been edited between two sessions."""
-        known = [(p.id, p.messages, p.answer) for p in self.problems]
-        return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
-
-    def _start(self, epoch: int) -> None:
-        self.epoch, self.offset = epoch, 0
-        self.order = list(range(len(self.problems)))
-        random.Random(f"{self.seed}/{epoch}").shuffle(self.order)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchspec.config.schema import Config
-from torchspec.data.problems import ProblemOrder, encode_prompt
+from torchspec.data.prompts import encode_prompt
+from torchspec.data.sampler import ProblemOrder
 from torchspec.distributed.mesh import Mesh
 from torchspec.errors import ConfigError
 from torchspec.metrics.meter import Meter
