@@ -8,7 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT, ROOT / "docs", ROOT / "examples", ROOT / ".github")
-PAGES = sorted({page for folder in FOLDERS for page in folder.glob("*.md")} | set((ROOT / "examples").rglob("*.md")))
+PAGES = sorted(
+    {page for folder in FOLDERS for page in folder.glob("*.md")} | set((ROOT / "examples").rglob("*.md"))
+)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
