@@ -36,9 +36,8 @@ def test_links_of_pages_lead_somewhere() -> None:
 
 
 def test_every_page_of_docs_is_in_the_index() -> None:
-    listed = {link.partition("#")[0] for link in links(ROOT / "docs" / "README.md")}
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert not pages - listed
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if page.name not in index]
 
 
 def test_version_and_licence_are_the_same_everywhere() -> None:
