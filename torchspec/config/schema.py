@@ -1,4 +1,4 @@
-"""The configuration's sections and keys, with their defaults. Imports nothing of ours, and no torch.
+"""The configuration's sections and keys, with their defaults. Imports no torch.
 
 `config_load.load` fills these from a TOML file and the command line.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from torchspec.records import SamplingLaw
 
 
 @dataclass(kw_only=True, slots=True)
@@ -167,6 +169,11 @@ class Rollout:
     """CUDA: free the engine's memory while training."""
     enforce_eager: bool = False
     """CUDA: no CUDA graphs."""
+
+    @property
+    def law(self) -> SamplingLaw:
+        """The law that the engine samples with and the trainer scores with."""
+        return SamplingLaw(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
 @dataclass(kw_only=True, slots=True)
