@@ -37,7 +37,7 @@ from torchspec.drafts.trainer import DraftTrainer
 from torchspec.models.policy import PolicyOutput
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
-from torchspec.records import Batch, Rollout, Taps
+from torchspec.records import Batch, Rollout, SamplingLaw, Taps
 
 MODES = ("policy alone", "taps sent", "last", "spread")
 
@@ -120,7 +120,7 @@ class Bench:
     def step(self, mode: str) -> Step:
         """One step, with a new schedule, as in training."""
         policy = self.policies["spread" if mode == "spread" else "last"]
-        how = {"temperature": 1.0, "logprob_rows": 1024}
+        how = {"law": SamplingLaw(temperature=1.0), "logprob_rows": 1024}
         head = policy.head_weight() if mode in ("last", "spread") else None
         aux = self.draft.spec.aux_layers
 
@@ -155,7 +155,7 @@ class Bench:
         for _ in range(rounds):
             self.mesh.barrier()
             started = time.process_time()
-            policy.score(self.packs[:1], temperature=1.0, logprob_rows=1024)
+            policy.score(self.packs[:1], law=SamplingLaw(temperature=1.0), logprob_rows=1024)
             best = min(best, time.process_time() - started)
         return best
 

@@ -34,6 +34,24 @@ class Problem:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingLaw:
+    """How a response's tokens are drawn from the policy's logits; engine and trainer must agree on it.
+
+    Logits are divided by `temperature`. Then all but the `top_k` largest are dropped (0: none is; ties with the last
+    one stay). Then the smallest are dropped while the probability of all dropped ones is at most 1 - `top_p`.
+
+    Example: probabilities 0.5, 0.3, 0.15, 0.05 under three laws
+        SamplingLaw(temperature=1.0)                # 0.5, 0.3, 0.15, 0.05
+        SamplingLaw(temperature=1.0, top_k=2)       # 0.625, 0.375, 0, 0
+        SamplingLaw(temperature=1.0, top_p=0.9)     # 0.526, 0.316, 0.158, 0
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
 @dataclass(kw_only=True, slots=True)
 class SpecStats:
     """What the engine's verifier did for one request.
@@ -109,7 +127,8 @@ class Batch:
     the prediction of the document's next token, `targets[i] == tokens[i + 1]`; the last row of a document
     has target 0 and `target_mask` False. `chain[i]` counts the tokens from the document's i + 2 on that the
     policy sampled without a gap: the draft is trained on row i in passes 1 to `chain[i]`, since a chain of
-    drafts ends at the first token the policy did not sample.
+    drafts ends at the first token the policy did not sample. It is 0 where token i + 1 belongs to the prompt: the
+    policy itself samples a response's first token, and no engine drafts there.
 
     All shifts are made here, per document. Under context parallelism a rank then keeps some rows of every
     array (`parallel.context.local_rows`), while `cu_seqlens` stays that of the whole pack.
@@ -121,7 +140,7 @@ class Batch:
         target_mask      F   T   T   F   T   T   F      bool  [T]
         rollout_logprobs 0  -1  -.1  0 -.5 -.2   0      fp32  [T]
         advantages       0   1   1   0  -1  -1   0      fp32  [T]
-        chain            2   1   0   0   1   0   0      int64 [T], always on CPU
+        chain            0   1   0   0   1   0   0      int64 [T], always on CPU
         cu_seqlens       0 4 7                          int32 [documents + 1], always on CPU
     """
 

@@ -18,7 +18,7 @@ from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
 from torchspec.distributed.fsdp import shard
-from torchspec.records import Batch
+from torchspec.records import SamplingLaw, Batch
 
 pytestmark = pytest.mark.dist
 LENGTHS = [11, 5, 20, 8]
@@ -47,7 +47,7 @@ def pack(lengths: list[int], vocab: int, seed: int, masked: bool = False) -> Bat
 
 def backward(policy: Policy, batches: list[Batch], global_tokens: float) -> None:
     for batch in batches:
-        out = policy(batch, temperature=0.7, logprob_rows=6, aux_layers=(1,))
+        out = policy(batch, law=SamplingLaw(temperature=0.7), logprob_rows=6, aux_layers=(1,))
         policy.head_weight()  # a draft's teacher: must not disturb the backward that follows
         (-out.logprobs.sum() / global_tokens).backward()
 
@@ -127,7 +127,7 @@ def train_and_export(mesh: Mesh, source: Path, target: Path) -> dict[str, Tensor
 
     torch.optim.SGD(policy.parameters(), lr=1.0).step()
     with torch.no_grad():  # a forward without backward must not leave gathered copies behind
-        policy(batches[0], temperature=1.0, logprob_rows=6)
+        policy(batches[0], law=SamplingLaw(temperature=1.0), logprob_rows=6)
     stepped = dict(policy.hf_weights())
     torch.optim.SGD(policy.parameters(), lr=1.0).step()
     assert not torch.equal(dict(policy.hf_weights())["model.norm.weight"], stepped["model.norm.weight"])

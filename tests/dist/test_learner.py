@@ -77,7 +77,7 @@ def separate_backwards(mesh: Mesh, base: Path) -> list[list[str]]:
     learner, _ = build(mesh, base, small_config())
     (batch,) = packing.pack(fixed_rollouts(), 4096)
     policy, trainer = learner.policy, learner.draft.trainer
-    output = policy(batch, temperature=1.0, logprob_rows=64, aux_layers=trainer.aux_layers)
+    output = policy(batch, law=SamplingLaw(temperature=1.0), logprob_rows=64, aux_layers=trainer.aux_layers)
     output.logprobs.sum().backward()
     names = [sorted(gradients(policy)), sorted(gradients(trainer.draft))]
     policy.zero_grad()

@@ -23,11 +23,11 @@ from torchspec.models.spec import PolicySpec
 from torchspec.training.optim import ModelOptimizer
 from torchspec.distributed.pipeline.stage import ScheduledStage
 from torchspec.distributed.pipeline.tap_channel import TapChannel
-from torchspec.records import Batch, Taps
+from torchspec.records import SamplingLaw, Batch, Taps
 
 pytestmark = pytest.mark.dist
 TINY = TinyModel(dim=16, layers=8, heads=2, kv_heads=1, head_dim=8, ffn_dim=24, tied=False)
-HOW = {"temperature": 0.8, "logprob_rows": 16}
+HOW = {"law": SamplingLaw(temperature=0.8), "logprob_rows": 16}
 
 # schedule, numbers of microbatches, placement, aux layers, layers per stage
 Case = tuple[str, tuple[int, ...], str, tuple[int, ...], list[int]]

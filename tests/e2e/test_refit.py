@@ -1,6 +1,7 @@
 """Refit: after it the engine is as good as new; the draft is the trainer's, chain by chain."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ from torchspec.drafts.vocab import target_ids
 from torchspec.models.hf import load_hf
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
-from torchspec.records import Batch, Rollout, Taps
+from torchspec.records import Batch, Rollout, SamplingLaw, Taps
 from torchspec.rollout.engine import Sampling
 from torchspec.rollout.vllm.engine import VllmEngine
 from torchspec.training.refit import refit
@@ -302,7 +303,7 @@ def test_the_torch_draft_and_the_engines_propose_the_same_chains(folders, tmp_pa
     for rollout in rollouts:
         pack = one_document(rollout)
         with torch.no_grad():
-            taps = policy(pack, temperature=1.0, logprob_rows=64, aux_layers=AUX_LAYERS).taps
+            taps = policy(pack, law=SamplingLaw(), logprob_rows=64, aux_layers=AUX_LAYERS).taps
         chains, margins = greedy_chains(draft, taps, pack, embedding)
         for (problem, known), chain in proposals.items():
             if problem == rollout.problem_id and known < len(pack.tokens):
@@ -321,18 +322,27 @@ def test_the_torch_draft_and_the_engines_propose_the_same_chains(folders, tmp_pa
     assert again == proposals
 
 
+LAWS = (
+    SamplingLaw(),
+    SamplingLaw(temperature=0.7),
+    SamplingLaw(top_k=5),
+    SamplingLaw(temperature=1.3, top_p=0.8),
+    SamplingLaw(temperature=0.9, top_p=0.9, top_k=20),
+)
+
+
 def test_the_policys_logprobs_are_the_engines(folders):
-    """With torchspec's own policy, at two temperatures, under speculation and after a refit."""
+    """With torchspec's own policy, under several sampling laws, under speculation and after a refit."""
     policy = torch_policy(folders["policy2"])
     engine = start(folders["policy"], folders["draft"])
     refit(engine, policy, None, policy_version=1, draft_version=0)
-    for temperature in (1.0, 0.7):
-        rollouts = engine.generate(requests(6, seed=3), Sampling(temperature=temperature, max_new_tokens=50))
+    for law in LAWS:
+        rollouts = engine.generate(requests(6, seed=3), Sampling(**asdict(law), max_new_tokens=50))
         for rollout in rollouts:
             pack = one_document(rollout)
             pack.targets = pack.tokens.roll(-1)
             rows = slice(len(rollout.prompt_tokens) - 1, -1)
             pack.target_mask[rows] = True
-            found = policy(pack, temperature=temperature, logprob_rows=16).logprobs[rows].detach()
+            found = policy(pack, law=law, logprob_rows=16).logprobs[rows].detach()
             torch.testing.assert_close(found, torch.tensor(rollout.logprobs), rtol=0, atol=1e-4)
     engine.close()

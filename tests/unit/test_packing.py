@@ -57,7 +57,8 @@ def brute_force_rows(r: Rollout) -> list[tuple]:
             if j >= 0:
                 mask, logprob, advantage = r.train, r.logprobs[j], r.advantage
         chain = 0
-        while len(r.prompt_tokens) <= i + 2 + chain < len(document):
+        # The engine drafts once it has sampled token i + 1; token i + 2 is then the draft's first.
+        while len(r.prompt_tokens) <= i + 1 and i + 2 + chain < len(document):
             chain += 1
         rows.append((token, i, target, mask, logprob, advantage, chain))
     return rows
@@ -95,7 +96,7 @@ def test_the_documented_example():
     assert batch.target_mask.tolist() == [f, t, t, f, t, t, f]
     assert torch.equal(batch.rollout_logprobs, torch.tensor([0, -1, -0.1, 0, -0.5, -0.2, 0]))
     assert batch.advantages.tolist() == [0, 1, 1, 0, -1, -1, 0]
-    assert batch.chain.tolist() == [2, 1, 0, 0, 1, 0, 0]
+    assert batch.chain.tolist() == [0, 1, 0, 0, 1, 0, 0]
     assert batch.cu_seqlens.tolist() == [0, 4, 7]
     dtypes = [getattr(batch, name).dtype for name in (*Batch.DEVICE_ROWS, "chain", "cu_seqlens")]
     assert dtypes == [torch.int64] * 3 + [torch.bool] + [torch.float32] * 2 + [torch.int64, torch.int32]
@@ -108,7 +109,7 @@ def test_make_batch_equals_brute_force(rollouts):
 
 def test_untrained_responses_are_masked_but_drafted():
     batch = make_batch([rollout([1, 2], [3, 4], train=False)])
-    assert batch.chain.tolist() == [2, 1, 0, 0]
+    assert batch.chain.tolist() == [0, 1, 0, 0]
     assert batch.targets.tolist() == [2, 3, 4, 0]
     assert not batch.target_mask.any()
 

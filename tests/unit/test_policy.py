@@ -18,7 +18,7 @@ from torchspec.errors import ConfigError
 from torchspec.models import hf
 from torchspec.models.policy import Policy, target_logprobs
 from torchspec.models.spec import PolicySpec
-from torchspec.records import Batch
+from torchspec.records import Batch, SamplingLaw
 
 VOCAB, LAYERS, LENGTHS = 104, 3, [9, 30, 1, 17]
 LLAMA3_ROPE = {
@@ -110,7 +110,9 @@ def test_equals_transformers(checkpoint) -> None:
     model, folder = checkpoint
     batch, temperature = pack(LENGTHS), 0.7
     aux_layers = (0, 2, LAYERS)
-    out = load(folder)(batch, temperature=temperature, logprob_rows=16, aux_layers=aux_layers)
+    out = load(folder)(
+        batch, law=SamplingLaw(temperature=temperature), logprob_rows=16, aux_layers=aux_layers
+    )
 
     # The last layer's output before the norm is not among transformers' hidden states.
     last: list[torch.Tensor] = []
@@ -147,7 +149,7 @@ def test_round_trip_is_bitwise(checkpoint) -> None:
 def test_packed_documents_equal_separate_runs(kind: str, tmp_path: Path) -> None:
     reference_model(kind).save_pretrained(tmp_path)
     policy, batch = load(tmp_path, torch.float64), pack(LENGTHS)
-    together = policy(batch, temperature=1.0, logprob_rows=64, aux_layers=(1,))
+    together = policy(batch, law=SamplingLaw(temperature=1.0), logprob_rows=64, aux_layers=(1,))
     together.logprobs.sum().backward()
     packed_grads = gradients(policy)
     rows, logprobs, finals = 0, [], []
@@ -158,7 +160,7 @@ def test_packed_documents_equal_separate_runs(kind: str, tmp_path: Path) -> None
             **{name: getattr(batch, name)[part] for name in (*Batch.DEVICE_ROWS, "chain")},
             cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
         )
-        alone = policy(doc, temperature=1.0, logprob_rows=64, aux_layers=(1,))
+        alone = policy(doc, law=SamplingLaw(temperature=1.0), logprob_rows=64, aux_layers=(1,))
         alone.logprobs.sum().backward()
         logprobs.append(alone.logprobs)
         finals.append(alone.taps.final)
@@ -181,7 +183,7 @@ def test_chunked_head_equals_dense(rows: int) -> None:
     want_entropy = -(dense.exp() * dense).sum(-1) * batch.target_mask
     want_grads = torch.autograd.grad((want * weights).sum(), (final, head))
 
-    got, entropy = target_logprobs(final, head, batch, temperature, rows)
+    got, entropy = target_logprobs(final, head, batch, SamplingLaw(temperature=temperature), rows)
     grads = torch.autograd.grad((got * weights).sum(), (final, head))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     torch.testing.assert_close(entropy, want_entropy.detach(), rtol=0, atol=1e-12)
@@ -207,7 +209,7 @@ def test_full_logits_never_exist() -> None:
     final = torch.randn(300, 16, requires_grad=True)
     head = torch.randn(VOCAB, 16, requires_grad=True)
     with LargestLogits() as largest:
-        target_logprobs(final, head, batch, 1.0, 32)[0].sum().backward()
+        target_logprobs(final, head, batch, SamplingLaw(), 32)[0].sum().backward()
     # 32 rows of logits; the transposed head [16, V] is smaller.
     assert largest.rows == 32
 
@@ -217,7 +219,7 @@ def test_activation_checkpointing_changes_nothing(folder: Path) -> None:
     results = []
     for active in (False, True):
         policy = load(folder, activation_checkpointing=active)
-        out = policy(batch, temperature=1.0, logprob_rows=16)
+        out = policy(batch, law=SamplingLaw(temperature=1.0), logprob_rows=16)
         out.logprobs.sum().backward()
         results.append((out.logprobs, gradients(policy)))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
@@ -228,7 +230,7 @@ def test_masked_pack_reaches_every_parameter_with_zeros(kind: str, tmp_path: Pat
     reference_model(kind).save_pretrained(tmp_path)
     policy, batch = load(tmp_path), pack(LENGTHS)
     batch.target_mask = torch.zeros_like(batch.target_mask)
-    out = policy(batch, temperature=1.0, logprob_rows=16)
+    out = policy(batch, law=SamplingLaw(temperature=1.0), logprob_rows=16)
     out.logprobs.sum().backward()
     assert not out.logprobs.any()
     assert not out.entropy.any()
@@ -237,8 +239,10 @@ def test_masked_pack_reaches_every_parameter_with_zeros(kind: str, tmp_path: Pat
 
 def test_bf16_keeps_logprobs_fp32(folder: Path) -> None:
     batch = pack(LENGTHS)
-    exact = load(folder)(batch, temperature=1.0, logprob_rows=16)
-    out = load(folder, torch.bfloat16)(batch, temperature=1.0, logprob_rows=16, aux_layers=(1,))
+    exact = load(folder)(batch, law=SamplingLaw(temperature=1.0), logprob_rows=16)
+    out = load(folder, torch.bfloat16)(
+        batch, law=SamplingLaw(temperature=1.0), logprob_rows=16, aux_layers=(1,)
+    )
     assert out.logprobs.dtype == out.entropy.dtype == torch.float32
     assert out.taps.final.dtype == torch.bfloat16
     assert (out.logprobs - exact.logprobs).abs().mean() < 0.1
@@ -257,7 +261,7 @@ def test_world_of_one_is_sharded_and_equal(folder: Path) -> None:
             == 3.0
         )
         for policy in (plain, sharded):
-            policy(batch, temperature=1.0, logprob_rows=16).logprobs.sum().backward()
+            policy(batch, law=SamplingLaw(temperature=1.0), logprob_rows=16).logprobs.sum().backward()
         full = {name: p.grad.full_tensor() for name, p in sharded.named_parameters()}
         torch.testing.assert_close(full, gradients(plain), rtol=0, atol=0)
     finally:

@@ -56,7 +56,7 @@ def expected_loss(pack: dict[str, torch.Tensor], rl: RL, old: torch.Tensor) -> f
         clipped = min(max(ratio, 1 - rl.clip_low), 1 + rl.clip_high)
         weight = min(math.exp(float(old[t]) - engine), rl.tis_cap) if rl.tis_cap else 1.0
         total += -weight * min(ratio * a, clipped * a)
-        total += rl.kl_coef * (math.exp(ref - new) - 1 - (ref - new))
+        total += rl.kl_coef * weight * ratio * (math.exp(ref - new) - 1 - (ref - new))
     return total / 100.0
 
 
@@ -71,6 +71,31 @@ def test_equals_the_formula_token_by_token(pack, rl, updates) -> None:
     expected = expected_loss(pack, rl, pack["new"] if old is None else old)
     assert result.loss.item() == pytest.approx(expected, abs=1e-12)
     assert result.tokens == pack["mask"].sum()
+
+
+@pytest.mark.parametrize("engine", ["the policy", "another"])
+@pytest.mark.parametrize("updates", ["one", "several"])
+def test_the_expected_kl_term_is_the_kl_of_policy_and_reference(engine, updates) -> None:
+    """Its value and its gradient, summed exactly over a vocabulary; k3 alone has another gradient."""
+    draw = torch.Generator().manual_seed(3)
+    new, old, ref, other = (torch.randn(T, generator=draw, dtype=torch.float64) * 0.5 for _ in range(4))
+    new.requires_grad_()
+    policy, reference = new.log_softmax(0), ref.log_softmax(0)
+    start = old.log_softmax(0) if updates == "several" else policy.detach()
+    sampler = other.log_softmax(0) if engine == "another" else start
+    kl = (policy.exp() * (policy - reference)).sum()
+    (wanted,) = torch.autograd.grad(kl, new, retain_graph=True)
+
+    # The token-level loss of every token, weighted with the engine's probability; without advantages only KL is left.
+    rl, total = RL(kl_coef=1.0, tis_cap=1e9), torch.zeros((), dtype=torch.float64)
+    for token in range(T):
+        one = {"engine": sampler, "advantages": torch.zeros(T), "mask": torch.arange(T) == token}
+        given = start if updates == "several" else None
+        result = policy_loss(policy, torch.zeros(T), batch_of(one), rl, 1.0, given, reference)
+        total = total + sampler[token].exp() * result.loss
+    (found,) = torch.autograd.grad(total, new)
+    assert total.item() == pytest.approx(kl.item(), abs=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 def test_clip_higher_lets_good_tokens_rise_further_than_bad_ones_fall(pack) -> None:

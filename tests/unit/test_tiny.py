@@ -13,7 +13,7 @@ from torchspec.errors import ConfigError
 from torchspec.models import hf, tiny
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
-from torchspec.records import Batch
+from torchspec.records import Batch, SamplingLaw
 
 SHAPE = TinyModel(dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, tied=True)
 
@@ -75,7 +75,7 @@ def test_transformers_computes_the_same(folder: Path) -> None:
     )
     with torch.no_grad():
         want = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
-        got = policy(batch, temperature=1.0, logprob_rows=8).logprobs[:-1]
+        got = policy(batch, law=SamplingLaw(temperature=1.0), logprob_rows=8).logprobs[:-1]
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 

@@ -132,7 +132,11 @@ def estimate(config: Config, spec: PolicySpec, ranks: int, pp_rank: int = 0) -> 
     kept, backward = layer_bytes(policy, rows, dtype, parallel.cp, transport)
     # The embedding's output or what came from below; of the last stage also the normed output, and its chunks.
     in_stage = {s: hidden * (3 if s == last else 1) + kept * len(pipeline.split[s]) for s in mine}
-    logits = logits_bytes(spec, min(config.train.logprob_rows, rows), dtype) + hidden if last in mine else 0
+    logits = (
+        logits_bytes(spec, min(config.train.logprob_rows, rows), dtype, config.rollout.law) + hidden
+        if last in mine
+        else 0
+    )
     trunk = draft_logits = training = 0
     if draft and learned and pp_rank in pipeline.sinks:
         trunk, draft_logits, training = _draft_bytes(config, draft, rows)

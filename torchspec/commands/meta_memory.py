@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_map_only
 from torchspec.attention.kernels import accumulator
 from torchspec.data.packing import pack
 from torchspec.drafts.trainer import DraftTrainer
-from torchspec.models.policy import Policy, chunk_logprobs
+from torchspec.models.logprobs import chunk_logprobs
+from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
-from torchspec.records import Batch, Rollout, Taps
+from torchspec.records import Batch, Rollout, SamplingLaw, Taps
 
 META = torch.device("meta")
 
@@ -71,7 +72,7 @@ def transport_bytes(
     return {name: forward, f"{name}_backward": backward}
 
 
-def logits_bytes(spec: PolicySpec, rows: int, dtype: torch.dtype) -> int:
+def logits_bytes(spec: PolicySpec, rows: int, dtype: torch.dtype, law: SamplingLaw) -> int:
     """What the log-probabilities of one chunk of `rows` rows take, forward and backward; the head's gradient is
     among it."""
 
@@ -81,7 +82,7 @@ def logits_bytes(spec: PolicySpec, rows: int, dtype: torch.dtype) -> int:
     final, head = empty(rows, spec.dim), empty(spec.vocab_size, spec.dim)
     live = LiveBytes()
     with live:
-        logprobs, _ = chunk_logprobs(final, head, torch.zeros(rows, dtype=torch.int64, device=META), 1.0)
+        logprobs, _ = chunk_logprobs(final, head, torch.zeros(rows, dtype=torch.int64, device=META), law)
         logprobs.backward(torch.empty_like(logprobs))
     return live.peak
 

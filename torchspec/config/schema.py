@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchspec.config.keys import key
+from torchspec.records import SamplingLaw
 
 MAY_CHANGE = {"may_change": True}
 """Of a section: a resumed run may change all of its keys."""
@@ -188,6 +189,11 @@ class Rollout:
     """CUDA: free the engine's memory while training."""
     enforce_eager: bool = key(False, may_change=True)
     """CUDA: no CUDA graphs."""
+
+    @property
+    def law(self) -> SamplingLaw:
+        """The law that the engine samples with and the trainer scores with."""
+        return SamplingLaw(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
 @dataclass(kw_only=True, slots=True)

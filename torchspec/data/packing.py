@@ -41,8 +41,8 @@ def make_batch(rollouts: Sequence[Rollout]) -> Batch:
         head, tail = before - 1, 1
         tokens += document
         positions += range(len(document))
-        # Row i's chain starts at token i + 2, which must be a sampled one.
-        chain += [max(0, len(document) - i - 2) if i + 2 >= before else 0 for i in range(len(document))]
+        # A draft follows a sampled token: row i's chain starts behind token i + 1, which is one from row head on.
+        chain += [0] * head + [max(0, len(document) - i - 2) for i in range(head, len(document))]
         targets += [*document[1:], 0]
         target_mask += [False] * head + [r.train] * response + [False] * tail
         logprobs += [0.0] * head + r.logprobs + [0.0] * tail

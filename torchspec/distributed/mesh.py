@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchspec.config.schema import Parallel
+from torchspec.distributed.device import choose_device_type
 from torchspec.errors import ConfigError
 
 # Rollouts of different length let ranks reach a collective far apart; a dead rank is still noticed.
@@ -33,7 +34,7 @@ class Mesh:
         device: "cuda" or "cpu"; None: CUDA where there is a GPU.
 
     Raises:
-        ConfigError: the number of ranks is not what `parallel` asks for.
+        ConfigError: the number of ranks is not what `parallel` asks for, or a GPU is here that torch cannot use.
     """
 
     def __init__(self, parallel: Parallel, device: str | None = None) -> None:
@@ -41,7 +42,7 @@ class Mesh:
         self.rank = int(os.environ.get("RANK", "0"))
         self.pp_size, self.cp_size = parallel.pp, parallel.cp
         self.dp_size = dp_size(parallel, self.world_size)
-        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        kind = device or choose_device_type()
         self.device = torch.device(kind)
         if kind == "cuda":
             local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()

@@ -7,22 +7,22 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchspec.attention import Context, save_ops
 from torchspec.models import titan
+from torchspec.models.logprobs import target_logprobs
 from torchspec.models.spec import PolicySpec
-from torchspec.records import Batch, Taps
+from torchspec.records import Batch, SamplingLaw, Taps
 
 
 class PolicyOutput(NamedTuple):
     """What the policy says about one pack.
 
     `logprobs` and `entropy` (fp32 [T]; fp64 for an fp64 policy) concern the distribution of each row's next
-    token at the temperature asked for, and are 0 where `target_mask` is False; only `logprobs` carries
+    token under the sampling law asked for, and are 0 where `target_mask` is False; only `logprobs` carries
     gradients. `taps` is None where none were asked for.
     """
 
@@ -83,13 +83,13 @@ class Policy(nn.Module):
         return self
 
     def forward(
-        self, batch: Batch, *, temperature: float, logprob_rows: int, aux_layers: tuple[int, ...] = ()
+        self, batch: Batch, *, law: SamplingLaw, logprob_rows: int, aux_layers: tuple[int, ...] = ()
     ) -> PolicyOutput:
         """Log-probabilities of `batch.targets`, and taps.
 
         Args:
             batch: one pack, or this rank's T rows of one, on the policy's device.
-            temperature: divides the logits, as the engine does when it samples.
+            law: the law that the engine samples with.
             logprob_rows: rows whose logits exist at a time, in forward and backward.
             aux_layers: taps of the hidden states *entering* these layers; the number of layers stands for
                 the last layer's output. Taps are detached, in the compute dtype.
@@ -99,7 +99,7 @@ class Policy(nn.Module):
         """
         h = embeds = self.embed(batch)
         h, entering = self.run_layers(range(self.spec.layers), h, batch, aux_layers)
-        final, logprobs, entropy = self.predict(h, batch, temperature, logprob_rows)
+        final, logprobs, entropy = self.predict(h, batch, law, logprob_rows)
         taps = None
         if aux_layers:
             aux = tuple(entering[i] for i in aux_layers)
@@ -124,26 +124,24 @@ class Policy(nn.Module):
         return h, entering
 
     def predict(
-        self, h: Tensor, batch: Batch, temperature: float, logprob_rows: int
+        self, h: Tensor, batch: Batch, law: SamplingLaw, logprob_rows: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The last layer's output [1, T, E] -> the normed hidden state [T, E], log-probabilities, entropy."""
         final = self.decoder.norm(h)[0]
         head = self.decoder.lm_head.weight
-        return final, *target_logprobs(final, head, batch, temperature, logprob_rows)
+        return final, *target_logprobs(final, head, batch, law, logprob_rows)
 
-    def score(self, packs: Sequence[Batch], *, temperature: float, logprob_rows: int) -> list[Tensor]:
+    def score(self, packs: Sequence[Batch], *, law: SamplingLaw, logprob_rows: int) -> list[Tensor]:
         """Log-probabilities of every pack's targets, without gradients."""
         with torch.no_grad():
-            return [
-                self(batch, temperature=temperature, logprob_rows=logprob_rows).logprobs for batch in packs
-            ]
+            return [self(batch, law=law, logprob_rows=logprob_rows).logprobs for batch in packs]
 
     def forward_backward(
         self,
         packs: Sequence[Batch],
         loss: LossOfPack,
         *,
-        temperature: float,
+        law: SamplingLaw,
         logprob_rows: int,
         aux_layers: tuple[int, ...] = (),
         draft_step: Callable[[Batch, Taps], None] | None = None,
@@ -154,7 +152,7 @@ class Policy(nn.Module):
             draft_step: what trains the draft on a pack's taps `aux_layers`.
         """
         for index, batch in enumerate(packs):
-            output = self(batch, temperature=temperature, logprob_rows=logprob_rows, aux_layers=aux_layers)
+            output = self(batch, law=law, logprob_rows=logprob_rows, aux_layers=aux_layers)
             loss(index, output, batch).backward()
             if draft_step and output.taps:
                 draft_step(batch, output.taps)
@@ -200,42 +198,6 @@ class Policy(nn.Module):
         yield "norm", self.decoder.norm
         if not self.spec.tied:
             yield "lm_head", self.decoder.lm_head
-
-
-def target_logprobs(
-    final: Tensor, head: Tensor, batch: Batch, temperature: float, rows_at_a_time: int
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each row's target and entropy [T], from final hidden states [T, E] and head [V, E].
-
-    Only rows with a valid target are computed; their logits exist `rows_at_a_time` rows at a time and are
-    computed again in the backward pass.
-    """
-    rows = batch.target_mask.nonzero().squeeze(-1)
-    chunks = [
-        checkpoint(
-            chunk_logprobs,
-            final[part],
-            head,
-            batch.targets[part],
-            temperature,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        for part in rows.split(rows_at_a_time)  # without any row one empty chunk keeps the graph whole
-    ]
-    logprobs, entropy = (torch.cat(column) for column in zip(*chunks))
-    zeros = logprobs.new_zeros(batch.targets.shape)
-    return zeros.index_put((rows,), logprobs), zeros.index_put((rows,), entropy)
-
-
-def chunk_logprobs(final: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """`target_logprobs` of some rows at once, all of them with a target."""
-    logits = F.linear(final, head)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    logprobs = logits.log_softmax(-1)
-    with torch.no_grad():
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
 def full_weight(weight: Tensor, dtype: torch.dtype | None) -> Tensor:

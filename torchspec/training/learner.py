@@ -22,7 +22,7 @@ from torchspec.drafts.trainer import DraftTrainer
 from torchspec.errors import NonFinite
 from torchspec.metrics.meter import Meter, Stopwatch
 from torchspec.models.policy import LossOfPack, Policy, PolicyOutput
-from torchspec.records import Batch, Rollout, Taps
+from torchspec.records import Batch, Rollout, SamplingLaw, Taps
 from torchspec.training.optim import ModelOptimizer
 from torchspec.training.policy_loss import policy_loss, supervised_loss
 
@@ -94,7 +94,7 @@ class Learner:
         for packs, old_logprobs in zip(parts, old):
             ref_logprobs = self._score(self.reference, packs) if self.reference else None
             loss = self._grpo_loss(packs, old_logprobs, ref_logprobs, meter)
-            self._update(packs, loss, self.config.rollout.temperature, meter, train_draft)
+            self._update(packs, loss, self.config.rollout.law, meter, train_draft)
         seconds = self._watch.read()
         for model in ("policy", "draft"):
             meter.maximum(f"perf/train_{model}_s", seconds.get(model, 0.0))
@@ -109,7 +109,7 @@ class Learner:
             meter.total("policy/loss", value.detach())
             return value
 
-        self._update(packs, loss, 1.0, meter, train_draft)
+        self._update(packs, loss, SamplingLaw(), meter, train_draft)
         self._watch.read()  # nobody wants these times
 
     def _grpo_loss(
@@ -158,13 +158,13 @@ class Learner:
     def _score(self, policy: Policy, packs: list[Batch]) -> list[Tensor]:
         """Log-probabilities of every pack's targets, without gradients; where the loss is computed."""
         self._check()
-        return policy.score(packs, **self._forward_kwargs(self.config.rollout.temperature))
+        return policy.score(packs, **self._forward_kwargs(self.config.rollout.law))
 
-    def _forward_kwargs(self, temperature: float) -> dict[str, Any]:
-        return {"temperature": temperature, "logprob_rows": self.config.train.logprob_rows}
+    def _forward_kwargs(self, law: SamplingLaw) -> dict[str, Any]:
+        return {"law": law, "logprob_rows": self.config.train.logprob_rows}
 
     def _update(
-        self, packs: list[Batch], loss: LossOfPack, temperature: float, meter: Meter, train_draft: bool
+        self, packs: list[Batch], loss: LossOfPack, law: SamplingLaw, meter: Meter, train_draft: bool
     ) -> None:
         """Forward and backward of every pack, then one step of each optimizer."""
         draft = self.draft if train_draft else None
@@ -187,7 +187,7 @@ class Learner:
                 checked,
                 aux_layers=aux_layers,
                 draft_step=draft_step,
-                **self._forward_kwargs(temperature),
+                **self._forward_kwargs(law),
             )
         self._check = lambda: None
         if self.mesh.max_over_world(worst).item():

@@ -43,11 +43,11 @@ def policy_loss(
     (`old_logprobs`; `logprobs` itself where the step has a single update) and the engine that sampled
     (`batch.rollout_logprobs`). The ratio of the first two is clipped to [1 - clip_low, 1 + clip_high]
     (PPO; clip-higher of DAPO, arXiv 2503.14476); the ratio of the last two, which is 1 but for
-    numerics (and for what top-p or top-k cut off), corrects the sampling as a truncated importance weight
+    numerics, corrects the sampling as a truncated importance weight
     min(old / engine, tis_cap).
 
     Args:
-        logprobs: [T] fp32 log-probabilities of `batch.targets` at the rollout temperature.
+        logprobs: [T] fp32 log-probabilities of `batch.targets` under the law that the engine samples with.
         entropy: [T] fp32, nats, logged only.
         denominator: valid tokens over all ranks and packs of this update.
         ref_logprobs: [T] of the frozen reference; needed iff rl.kl_coef > 0.
@@ -70,7 +70,8 @@ def policy_loss(
     }
     if ref_logprobs is not None:
         gap = ref_logprobs - logprobs
-        kl_ref = gap.exp() - 1 - gap
+        # k3, weighted: its expectation over what the engine samples is KL(policy || reference), and so is its gradient.
+        kl_ref = weight * ratio * (gap.exp() - 1 - gap)
         per_token = per_token + rl.kl_coef * kl_ref
         sums["policy/kl_reference"] = kl_ref
     zero = logprobs.new_zeros(())

