@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchspec.commands.bench import Row, bench, later_ratios
+from torchspec.commands.generate import generate_file
 from torchspec.config.schema import Config
 from torchspec.errors import ConfigError
 
@@ -25,6 +26,25 @@ def test_bad_input_is_refused_before_anything_is_loaded(tmp_path: Path, modes, e
     with pytest.raises(ConfigError, match=message):
         bench(Config(), None, modes, epochs, 0, False, tmp_path / out)
     assert not (tmp_path / out).exists()
+
+
+def run(command: str, out: Path) -> None:
+    if command == "bench":
+        bench(Config(), None, ["off"], 1, 0, False, out)
+    else:
+        generate_file(Config(), None, "train", 0, out)
+
+
+@pytest.mark.parametrize("command", ["bench", "generate"])
+def test_outputs_that_cannot_be_written_are_refused_before_anything_is_loaded(
+    tmp_path: Path, command
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    taken = tmp_path / ("file" if command == "bench" else "folder")
+    for out in (tmp_path / "file" / "out", taken):
+        with pytest.raises(ConfigError, match="--out"):
+            run(command, out)
 
 
 def made(epoch: int, mode: str, **fields) -> Row:

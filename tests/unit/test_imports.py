@@ -100,6 +100,14 @@ def test_heavy_packages_are_imported_inside_functions() -> None:
     assert not wrong
 
 
+def test_only_the_vllm_folder_imports_vllm() -> None:
+    wrong = []
+    for name, tree in modules().items():
+        if not name.startswith("torchspec.rollout.vllm."):
+            wrong += [f"{name}: {target}" for target in imports(tree) if target.split(".")[0] == "vllm"]
+    assert not wrong
+
+
 def test_import_torchspec_is_cheap() -> None:
     code = (
         "import sys, torchspec, torchspec.config.schema, torchspec.records, torchspec.config.load;"

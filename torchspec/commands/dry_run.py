@@ -29,7 +29,7 @@ from torchspec.errors import ConfigError
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import tiny_spec
-from torchspec.rollout.vllm.setup import CPU_KV_CACHE_GB
+from torchspec.rollout.engine import CPU_KV_CACHE_GB
 
 MB = 2**20
 

@@ -214,8 +214,9 @@ class Suffix:
 class Budget:
     """How much of a draft is verified (docs/speculation.md)."""
 
-    rule: Literal["off", "fixed", "unlimited", "das", "das_closed", "price"] = "price"
-    """price: tokens that are expected to save more time than they cost, by a table measured at the start."""
+    rule: str = "price"
+    """off, fixed, unlimited, das, das_closed, price, or a rule of your own (speculation/budgets/registry.py).
+    price: tokens that are expected to save more time than they cost, by a table measured at the start."""
     fixed_tokens: int = key(4, low=0)
     """fixed: draft tokens of every request and step."""
     class_tokens: list[int] = field(default_factory=lambda: [0, 8, 24])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchspec.distributed.mesh import Mesh
 from torchspec.records import Rollout, SpecStats
-from torchspec.speculation.stats import Tally
+from torchspec.speculation.stats import SpeculationStats
 
 TOTAL = -1.0
 """In place of a count: report the sum itself. Sums of it over records and ranks stay negative."""
@@ -194,7 +194,7 @@ def farewell(folder: Path, plots: list[Path], num_draft_tokens: int, method: str
             "num_speculative_tokens": num_draft_tokens,
             "draft_sample_method": "probabilistic",
         }
-        # vLLM's CPU backend needs our mends (rollout/vllm_cpu.py) to sample rightly while speculating.
+        # vLLM's CPU backend needs our patches (rollout/vllm/cpu_patches.py) to sample rightly while speculating.
         lines.append(f"  on a GPU  ... --speculative-config '{json.dumps(spec)}'")
     return "\n".join(lines)
 
@@ -230,27 +230,27 @@ def rollout_metrics(rollouts: list[Rollout], meter: Meter, num_draft_tokens: int
         meter.mean(f"rollout/accept_{j}", accepted, drafted)
 
 
-def speculation_metrics(tally: Tally, window_bytes: int, meter: Meter) -> None:
+def speculation_metrics(done: SpeculationStats, meter: Meter) -> None:
     """What the drafters did in one step's rollouts, and what it brought.
 
     `speculation/estimated`, `speculation/measured`: speed-up over plain decoding at the cost table's times, as
     predicted while generating and as it came; 0 without a measured budget.
     """
-    for name, stats in tally.drafters.items():
+    for name, stats in done.drafters.items():
         meter.total(f"speculation/{name}_drafted", sum(stats.drafted))
         meter.total(f"speculation/{name}_accepted", sum(stats.accepted))
         add_tau(meter, f"speculation/{name}_tau", stats)
         for j, (accepted, drafted) in enumerate(zip(stats.accepted, stats.drafted)):
-            if len(tally.drafters) > 1:  # a single one's are rollout/accept_j
+            if len(done.drafters) > 1:  # a single one's are rollout/accept_j
                 meter.mean(f"speculation/{name}_accept_{j}", accepted, drafted)
-    for name, stats in tally.classes.items():
+    for name, stats in done.classes.items():
         meter.total(f"speculation/{name}_drafted", sum(stats.drafted))
         add_tau(meter, f"speculation/{name}_tau", stats)
-    meter.mean("perf/draft_host_ms", 1e3 * tally.host_seconds, tally.steps)
-    meter.mean("perf/draft_model_ms", 1e3 * tally.model_seconds, tally.steps)
-    meter.maximum("speculation/window_mb", window_bytes / 2**20)
-    meter.mean("speculation/estimated", tally.expected_seconds, tally.predicted_seconds)
-    meter.mean("speculation/measured", tally.plain_seconds, tally.seconds)
+    meter.mean("perf/draft_host_ms", 1e3 * done.host_seconds, done.steps)
+    meter.mean("perf/draft_model_ms", 1e3 * done.model_seconds, done.steps)
+    meter.maximum("speculation/window_mb", done.window_bytes / 2**20)
+    meter.mean("speculation/estimated", done.expected_seconds, done.predicted_seconds)
+    meter.mean("speculation/measured", done.plain_seconds, done.seconds)
 
 
 def simulated_tau(values: dict[str, float]) -> float:
