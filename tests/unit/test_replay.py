@@ -16,7 +16,8 @@ from torchspec.rollout.files import read_rollouts, write_rollouts
 from torchspec.speculation.budgets.base import BudgetRule, BudgetState
 from torchspec.speculation.budgets.registry import build_rule
 from torchspec.speculation.cost_table import CostTable
-from torchspec.speculation.suffix.drafter import Drafts, SuffixDrafter
+from torchspec.speculation.suffix.drafter import SuffixDrafter
+from torchspec.speculation.suffix.drafts import Drafts
 from torchspec.speculation.survival import Survival
 
 ROOT = Path(__file__).parents[2]

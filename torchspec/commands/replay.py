@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -29,9 +29,7 @@ from torchspec.speculation.budgets.base import BudgetRule, Step
 from torchspec.speculation.budgets.registry import build_rule, rule_class
 from torchspec.speculation.cost_table import CostTable
 from torchspec.speculation.lengths import LengthStats
-
-if TYPE_CHECKING:  # importing the suffix drafter imports numba
-    from torchspec.speculation.suffix.drafter import Drafts
+from torchspec.speculation.suffix.drafts import Drafts
 
 DRAFTERS = ("suffix",)
 BASE_S, PER_TOKEN_S = 0.008, 0.0246e-3

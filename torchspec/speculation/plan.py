@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # importing the suffix drafter imports numba
-    from torchspec.speculation.suffix.drafter import Drafts
+from torchspec.speculation.suffix.drafts import Drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,10 +29,8 @@ from torchspec.speculation.lengths import LengthStats
 from torchspec.speculation.model_gate import ModelGate
 from torchspec.speculation.plan import Choice, DraftPlan, Forecast
 from torchspec.speculation.stats import SpeculationStats, StatsRecorder
+from torchspec.speculation.suffix.drafts import Drafts
 from torchspec.speculation.survival import MEDIUM
-
-if TYPE_CHECKING:  # importing the suffix drafter imports numba
-    from torchspec.speculation.suffix.drafter import Drafts
 
 MODEL, SUFFIX = "model", "suffix"
 

@@ -1,6 +1,6 @@
 """The suffix drafter: what requests are likely to say next, from what was said about the same problem before.
 
-A draft is looked for in three kinds of scopes (docs/speculation.md): the request's own text, its group's, and
+It looks for a draft in three kinds of scopes (docs/speculation.md): the request's own text, its group's, and
 the problem's earlier generations, a frozen automaton each. Nothing is trained. Importing this imports numba.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from torchspec.records import Rollout
 from torchspec.speculation.suffix import automaton as automata
 from torchspec.speculation.suffix import kernels as batch
+from torchspec.speculation.suffix.drafts import Drafts
 
 PROMPT_TAIL = 8
 """Prompt tokens that precede each indexed response, so that its first tokens can be drafted."""
@@ -25,33 +26,8 @@ RECENT = 64
 """Tokens of a running request that are replayed when its problem gains a generation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """Ragged proposals of one step.
-
-    `tokens[starts[i] : starts[i + 1]]` are request i's; `probs` their path probabilities: the estimated
-    chance that a token and all before it are accepted.
-
-    Example, two requests, the second without a draft:
-        Drafts(tokens=[5, 9], probs=[0.9, 0.7], starts=[0, 2, 2])
-    """
-
-    tokens: np.ndarray
-    probs: np.ndarray
-    starts: np.ndarray
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.starts)
-
-    def lists(self) -> list[list[int]]:
-        """One list of tokens per request, as engines take them."""
-        flat, ends = self.tokens.tolist(), self.starts.tolist()
-        return [flat[a:b] for a, b in pairwise(ends)]
-
-
 def problem_key(problem_id: str | None, prompt_tokens: Sequence[int]) -> str:
-    """The id that histories are kept under; without an explicit one, a hash of the prompt."""
+    """Return the id that histories are kept under: the problem's, or without one a hash of the prompt."""
     if problem_id is not None:
         return problem_id
     return (
@@ -109,7 +85,7 @@ class _Requests:
 
 
 class SuffixDrafter:
-    """Drafts for all running requests with a fixed number of compiled calls a step.
+    """Draft for all running requests with a fixed number of compiled calls a step.
 
     Two drafters that are told the same in the same order propose the same, so tensor-parallel ranks agree.
     The order within a batch does not matter: requests are taken by id.
@@ -169,11 +145,11 @@ class SuffixDrafter:
         return sum(nodes.nbytes + slots.nbytes for nodes, slots in self._arrays.values()) - self.history_bytes
 
     def generations(self, problem_id: str) -> list[int]:
-        """Iterations whose rollouts of the problem are kept, oldest first."""
+        """Return the iterations whose rollouts of the problem are kept, oldest first."""
         return [iteration for iteration, _ in self._history.get(problem_id, ())]
 
     def begin_iteration(self, iteration: int) -> None:
-        """Drop what has left the window; groups without running requests end here."""
+        """Drop the generations that have left the window, and the groups without running requests."""
         self.iteration = iteration
         running = set(self._problems.values())
         for problem in sorted(self._groups.keys() - running):
@@ -199,7 +175,7 @@ class SuffixDrafter:
         self._attach_running()
 
     def start(self, request_id: str, problem_id: str | None, prompt_tokens: Sequence[int]) -> None:
-        """A request begins to generate. Raises ValueError if it is running already."""
+        """Start a request. Raise ValueError if it is running already."""
         if request_id in self._rows:
             raise ValueError(f"request {request_id!r} is running already")
         if not self._free_rows:
@@ -221,7 +197,7 @@ class SuffixDrafter:
         self._attach(row, problem)
 
     def stop(self, request_id: str) -> None:
-        """A request has finished or was aborted; its text stays with its group until the next iteration."""
+        """Drop a request that is finished or aborted; its text stays with its group until the next iteration."""
         row = self._rows.pop(request_id)
         del self._problems[request_id]
         self._release(int(self._requests.automata[row, batch.SELF]))
@@ -229,7 +205,7 @@ class SuffixDrafter:
         self._free_rows.append(row)
 
     def advance(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
-        """Take in the tokens that each request has got since it was last advanced, none of them drafts."""
+        """Add the tokens that each request got since it was last advanced, none of them drafts."""
         order = sorted(range(len(request_ids)), key=request_ids.__getitem__)
         rows = np.array([self._rows[request_ids[i]] for i in order], np.int64)
         new = [tokens[i] for i in order]
@@ -251,7 +227,7 @@ class SuffixDrafter:
         limits: Sequence[int] | np.ndarray,
         floors: Sequence[float] | np.ndarray | None = None,
     ) -> Drafts:
-        """Continuations of running requests.
+        """Return continuations of running requests.
 
         Args:
             limits: most tokens for each request; 0 and less: none.
@@ -267,10 +243,10 @@ class SuffixDrafter:
         limits: Sequence[int] | np.ndarray,
         floors: Sequence[float] | np.ndarray | None = None,
     ) -> Drafts:
-        """As `propose`, for what may follow the requests' texts and then `given`, another drafter's tokens.
+        """Return what may follow the requests' texts and then `given`, another drafter's tokens; see `propose`.
 
-        Path probabilities begin behind `given`. Nothing of it is kept: the next `advance` is compared with
-        the last `propose`.
+        Path probabilities begin behind `given`. Nothing is kept of this call: the next `advance` is compared
+        with the last `propose`.
         """
         if self._scratch is None or len(self._scratch.lengths) != len(self._requests.lengths):
             self._scratch = _Requests.empty(len(self._requests.lengths), 0, self.max_draft)
@@ -303,7 +279,7 @@ class SuffixDrafter:
         return drafts
 
     def state_dict(self) -> dict[str, Any]:
-        """History and calibration, as plain values and arrays; running requests are not part of it."""
+        """Return history and calibration, as plain values and arrays, without the running requests."""
         return {
             "iteration": self.iteration,
             "generations": [
@@ -322,7 +298,7 @@ class SuffixDrafter:
             getattr(self, f"_{name}")[:] = state[name]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace history and calibration. Raises ValueError while requests are running."""
+        """Replace history and calibration. Raise ValueError while requests are running."""
         if self._rows:
             raise ValueError("requests are running")
         for automaton in [a for generations in self._history.values() for _, a in generations]:
@@ -372,7 +348,7 @@ class SuffixDrafter:
         batch.follow(self._table, of.automata, of.states, of.matches, row, recent[recent >= 0])
 
     def _allocate_rows(self, count: int) -> None:
-        """Room for `count` running requests; keeps what is there."""
+        """Make room for `count` running requests; keep what is there."""
         have, scopes = len(self._rows), batch.PROBLEM + self.window
         larger = _Requests.empty(count, scopes, self.max_draft)
         if have:
@@ -408,7 +384,7 @@ class SuffixDrafter:
         return self._register(nodes, np.full((32, 3), -1, np.int32), states=1)
 
     def _grow(self, automaton: int) -> None:
-        """Twice the room for a live automaton's states and edges."""
+        """Double the room for a live automaton's states and edges."""
         nodes, slots = self._arrays[automaton]
         states, edges = self._table[automaton, automata.T_STATES :]
         larger = np.empty((2 * len(nodes), automata.LIVE_WIDTH), np.int32)
