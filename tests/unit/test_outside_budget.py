@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from torchspec.config.schema import Config
+from torchspec.config.load import load
+from torchspec.config.schema import Budget
 from torchspec.speculation.budgets.base import BudgetRule, Step
 from torchspec.speculation.budgets.registry import RULES, register
 from torchspec.speculation.lengths import LengthStats
@@ -29,9 +31,7 @@ def alternating() -> Iterator[str]:
 
 
 def test_a_rule_from_outside_decides_what_is_drafted(alternating: str) -> None:
-    config = Config()
-    config.budget.rule = alternating
-    config.rollout.num_draft_tokens = 4
+    config = load(None, [f"--budget.rule={alternating}", "--rollout.num_draft_tokens=4"])
     speculator = Speculator(config, LengthStats(default=30))
     ids = ["0", "1"]
     for own in ids:
@@ -44,3 +44,7 @@ def test_a_rule_from_outside_decides_what_is_drafted(alternating: str) -> None:
 def test_a_name_is_given_once() -> None:
     with pytest.raises(ValueError, match="already registered"):
         register("price", Alternating)
+
+
+def test_the_schema_names_the_rules_of_the_registry() -> None:
+    assert f'"""{", ".join(RULES)}, or a rule of your own' in inspect.getsource(Budget)

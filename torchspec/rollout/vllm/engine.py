@@ -115,7 +115,7 @@ class VllmEngine:
         self.cost: CostTable | None = None
         self.speculator: Speculator | None = None
         self._start()
-        if self._hook:
+        if self._adapter:
             if rule.needs_costs:
                 self.cost = given or self._calibrate(config, policy_config["vocab_size"])
             self.speculate(Speculator(config, self.lengths, self.cost, window))
@@ -139,16 +139,16 @@ class VllmEngine:
         finally:
             self.counters.seconds += time.perf_counter() - start[0]
             self.counters.thread_seconds += time.thread_time() - start[1]
-        if self._hook:
-            self._hook.forget()
+        if self._adapter:
+            self._adapter.forget()
         rollouts = [sample.rollout for sample in self._samples if sample.rollout]
         assert len(rollouts) == len(self._samples), "vLLM left requests unanswered"
         return rollouts
 
     def restart(self) -> None:
-        if self._hook:
-            self._hook.forget({sample.id for sample in self._samples if sample.rollout is None})
-            self._hook = None  # it holds the dead engine's runner
+        if self._adapter:
+            self._adapter.forget({sample.id for sample in self._samples if sample.rollout is None})
+            self._adapter = None  # it holds the dead engine's runner
         size = self._cache_bytes()  # what is free by now says nothing of what the trainer will need
         # vLLM's shutdown drops the policy, not the draft, which would outlive the memory pool that it lies in.
         self._ask(_drop_draft)
@@ -156,17 +156,17 @@ class VllmEngine:
         with built_alone():
             # At the first start this share of the GPU had to be free; by now the optimizers have theirs.
             self._start(kv_cache_memory_bytes=size, gpu_memory_utilization=0.01)
-        if self._hook:
-            self._hook.speculator = self.speculator
+        if self._adapter:
+            self._adapter.speculator = self.speculator
 
     def speculate(self, speculator: Speculator | None) -> None:
         """Let `speculator` draft from now on; None: nobody, at no cost.
 
         It may use the draft model only if this engine has one.
         """
-        if self._hook is None:
+        if self._adapter is None:
             raise RuntimeError("this engine was built without speculation")
-        self.speculator = self._hook.speculator = speculator
+        self.speculator = self._adapter.speculator = speculator
         self._drop_prefixes()  # the draft's keys and values are not there for what was generated without it
 
     def shared_names(self) -> frozenset[str]:
@@ -256,9 +256,9 @@ class VllmEngine:
         if draft_folder is not None and self._shared is None:
             self.close()
             raise RuntimeError(f"vLLM came up without a drafter, though it was given {draft_folder}")
-        self._hook: SpecDecodeAdapter | None = None
+        self._adapter: SpecDecodeAdapter | None = None
         if "speculative_config" in arguments:
-            self._hook = self._ask(lambda worker: SpecDecodeAdapter(worker.model_runner))
+            self._adapter = self._ask(lambda worker: SpecDecodeAdapter(worker.model_runner))
         self.policy_version = self.draft_version = 0
 
     def _arguments(
@@ -318,9 +318,9 @@ class VllmEngine:
             run(self._llm, samples, take)
 
     def _calibrate(self, config: Config, vocabulary: int) -> CostTable:
-        assert self._hook is not None
+        assert self._adapter is not None
         model_tokens = config.rollout.num_draft_tokens if self._shared is not None else 0
-        runs = CalibrationRuns(self._hook, self._run, vocabulary, model_tokens, self._max_len)
+        runs = CalibrationRuns(self._adapter, self._run, vocabulary, model_tokens, self._max_len)
         table = measure(runs.run, config.rollout.max_num_seqs, longest_draft(config))
         self._drop_prefixes()
         return table
