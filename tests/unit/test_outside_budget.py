@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from torchspec.commands.dry_run import report
 from torchspec.config.load import load
 from torchspec.config.schema import Budget
+from torchspec.errors import ConfigError
 from torchspec.speculation.budgets.base import BudgetRule, Step
 from torchspec.speculation.budgets.registry import RULES, register
 from torchspec.speculation.lengths import LengthStats
@@ -48,3 +50,8 @@ def test_a_name_is_given_once() -> None:
 
 def test_the_schema_names_the_rules_of_the_registry() -> None:
     assert f'"""{", ".join(RULES)}, or a rule of your own' in inspect.getsource(Budget)
+
+
+def test_a_dry_run_refuses_a_rule_that_nobody_registered() -> None:
+    with pytest.raises(ConfigError, match=r"budget\.rule = 'prize' is not allowed; did you mean 'price'\?"):
+        report(load(None, ["--budget.rule=prize"]), "")

@@ -125,7 +125,7 @@ def test_a_model_that_is_not_worth_its_time_is_left_out_for_a_while() -> None:
     for iteration in range(10):
         for name, one in (("dear", dear), ("cheap", cheap)):
             one.learn(iteration, [])
-            one._probes = ()
+            one.gate.probes = ()
             one.begin("0", "p", PROMPT, 100)
             used[name].append(one.plan(["0"]).passes is not None)
             one.end("0")
@@ -232,7 +232,7 @@ def test_no_draft_is_longer_than_what_may_come(policy, drafter, rooms, probes) -
 def test_state_is_plain_and_complete() -> None:
     one = make("hybrid")
     one.learn(0, [rollout(sample=s) for s in range(4)])
-    one._probes = ()
+    one.gate.probes = ()
     one.begin("0", "p", PROMPT, 100)
     step(one, ["0"], [TEXT[:1]])
     one.end("0")
@@ -240,8 +240,8 @@ def test_state_is_plain_and_complete() -> None:
     json.dumps(state, default=lambda array: {"array": np.asarray(array).tolist()})
     two = make("hybrid", CostTable.linear(2.0, 1.0))
     two.load_state_dict(copy.deepcopy(state))
-    assert two.budget.cost == one.budget.cost
-    two._probes = ()
+    assert two.budget.state.cost == one.budget.state.cost
+    two.gate.probes = ()
     for speculator in (one, two):
         speculator.begin("1", "p", PROMPT, 100)
     assert step(one, ["1"], [TEXT[:1]]) == step(two, ["1"], [TEXT[:1]]) == [TEXT[1:9]]

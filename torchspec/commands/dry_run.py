@@ -30,6 +30,7 @@ from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import tiny_spec
 from torchspec.rollout.engine import CPU_KV_CACHE_GB
+from torchspec.speculation.budgets.registry import rule_class
 
 MB = 2**20
 
@@ -77,8 +78,9 @@ def report(config: Config, world: str) -> str:
     """What a run on `world` ranks ("": one) would be.
 
     Raises:
-        ConfigError: a world that does not fit [parallel], or a model that cannot be used.
+        ConfigError: a world that does not fit [parallel], a model that cannot be used, or an unknown budget rule.
     """
+    rule_class(config.budget.rule)
     ranks = _ranks(world)
     replicas = dp_size(config.parallel, ranks)
     parallel = config.parallel
