@@ -72,13 +72,13 @@ def bench(
     greedy_check: bool,
     out: Path,
 ) -> list[Row]:
-    """Run `modes` by turns, `epochs` times over the same training problems; prints the table as it grows.
+    """Run `modes` by turns, `epochs` times over the same training problems; print the table as it grows.
 
     Every mode has its own history and begins without any. Within an epoch all modes get the same prompts and
     seeds; sampled tokens differ all the same, because a draft changes which random numbers are used.
 
     Args:
-        draft: folder of an EAGLE-3 draft; "model" and "hybrid" need it.
+        draft: folder of a draft; "model" and "hybrid" need it.
         limit: at most so many problems; 0: all.
         greedy_check: sample greedily, and refuse to go on when a mode's tokens differ from the first mode's.
         out: folder for bench.json, cost.json and bench.png.
@@ -143,7 +143,7 @@ def bench(
 
 
 def later_ratios(rows: list[Row]) -> dict[str, tuple[float, float]]:
-    """By mode, from the second epoch on: all its tokens over all its time, against "off"; wall and CPU time."""
+    """Return each mode's ratios to "off" from the second epoch on: all tokens over all time, by wall and CPU time."""
 
     def rates(mode: str) -> np.ndarray:
         own = [row for row in rows if row.mode == mode and row.epoch > 1]
@@ -161,7 +161,7 @@ def _check(modes: list[str], draft: Path | None, epochs: int, out: Path) -> None
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"--modes: {mode!r} is unknown; {hint}one of: {', '.join(MODES)}")
         if mode in ("model", "hybrid") and draft is None:
-            raise ConfigError(f"--modes: {mode} needs --draft, the folder of an EAGLE-3 draft")
+            raise ConfigError(f"--modes: {mode} needs --draft, the folder of a draft")
     if len(set(modes)) != len(modes):
         raise ConfigError("--modes: each only once")
     if epochs < 1:

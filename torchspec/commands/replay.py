@@ -157,7 +157,7 @@ def _verify(
     off_switch: bool,
     waiting: int,
 ) -> None:
-    """One verify step of all running requests, while `waiting` others have no place."""
+    """Verify one step of all running requests, while `waiting` others have no place."""
     ids = [r.id for r in active]
     generated = np.array([r.done for r in active])
     step = Step(
@@ -207,7 +207,7 @@ def _verify(
 
 
 def _seconds_off(lengths: list[int], batch: int, cost: CostTable) -> float:
-    """Time of the same schedule, one token a request and step."""
+    """Return the time of the same schedule with one token a request and step."""
     waiting, running, seconds = lengths[::-1], [], 0.0
     while waiting or running:
         while waiting and len(running) < batch:
@@ -237,7 +237,7 @@ def row(rule: str, batch: int, report: Report) -> str:
 
 
 def replay_command(argv: list[str]) -> None:
-    """rollout.py replay FILE.jsonl ... [--budget price,das] [--batch 1,8,32]: prints the table.
+    """Run `rollout.py replay FILE.jsonl ... [--budget price,das] [--batch 1,8,32]`: print the table.
 
     Raises:
         ConfigError: a file, drafter, budget or number that cannot be used.

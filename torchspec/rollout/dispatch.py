@@ -27,8 +27,8 @@ def dispatch(
     """Spread requests over engines so that they finish together: the longest first, to the least loaded.
 
     A request weighs the expected tokens of its samples, plus `tail_weight` times what its 90th percentile has
-    over its mean. Samples stay together, because they share a prompt and draft from each other, unless the
-    request's 90th percentile is in the top decile: those would keep one engine busy, and are dealt out.
+    over its mean. Samples stay together, because they share a prompt and draft from each other. Only requests whose
+    90th percentile is in the top decile are split over the engines: they would keep one engine busy.
 
     Returns:
         One list of shares per engine, in the order of `requests`.

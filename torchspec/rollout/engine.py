@@ -87,7 +87,7 @@ class Engine(Protocol):
 
     @property
     def longest_draft(self) -> int:
-        """Most draft tokens of a request; 0 without speculation."""
+        """Return the most draft tokens of a request in a step; 0 without speculation."""
         ...
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:

@@ -22,7 +22,7 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
 
 
 def read_rollouts(path: Path) -> tuple[list[Rollout], list[str]]:
-    """Rollouts that `write_rollouts` wrote, and one message, with file and line, for each line that is not one.
+    """Return the rollouts that `write_rollouts` wrote, and a message with file and line for each bad line.
 
     A bad line is skipped: tell the user of the messages.
 

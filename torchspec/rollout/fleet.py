@@ -1,4 +1,4 @@
-"""All ranks' engines as one: who answers what, and what each of them learns from the answers."""
+"""All ranks' engines as one: which rank answers what, and what each learns from the answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Fleet:
     Args:
         engine: this rank's.
         lengths: the lengths that the engine predicts with as well.
-        tail_weight: see `balance.dispatch`.
+        tail_weight: see `dispatch`.
     """
 
     def __init__(self, mesh: Mesh, engine: Engine, lengths: LengthStats, tail_weight: float) -> None:
@@ -42,9 +42,9 @@ class Fleet:
         self._places: list[tuple[int, int]] = []
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[int, Rollout]]:
-        """This rank's share of the answers, each with its request's index; the longest are begun first.
+        """Return this rank's share of the answers, each with its request's index; the longest are begun first.
 
-        Nothing where the engine died; `any_died` must follow.
+        Return nothing where the engine died; `any_died` must follow.
         """
         self._calls += 1
         shares = dispatch(requests, self.mesh.world_size, self.lengths, self.tail_weight)
@@ -67,7 +67,7 @@ class Fleet:
         return self._answers(lambda: self.engine.generate(asked, sampling))
 
     def any_died(self, step: int) -> bool:
-        """Whether an engine of any rank died in the last `generate`; if so, `recover`. Collective.
+        """Return whether an engine of any rank died in the last `generate`; if so, `recover`. Collective.
 
         Raises:
             GuardStop: on every rank, if one died that was restarted in this call of `generate` or in the last.
@@ -91,30 +91,30 @@ class Fleet:
     def recover(
         self, step: int, refit: Callable[[], None], interrupt: Interrupt
     ) -> tuple[list[tuple[int, Rollout]], int]:
-        """Build engines that died again, and let them finish; the others only take part in `refit`. Collective.
+        """Restart engines that died and let them finish; the others only take part in `refit`. Collective.
 
-        Returns what `generate` would have, and how many engines this rank has restarted: 0 or 1.
+        Return what `generate` would have returned, and how many engines this rank has restarted: 0 or 1.
 
         Raises:
             GuardStop: one died again.
             Stopped: there was a signal.
         """
-        restarted, made = bool(self._death), []
+        restarted, answers = bool(self._death), []
         if restarted:
             self.engine.restart()
             self._trusted = self._calls + 2
         refit()  # every rank's part of the models is needed for it
         interrupt.check()  # building takes long, and what follows too
         with interrupt.abandonable():
-            made = self._answers(self.engine.resume)
+            answers = self._answers(self.engine.resume)
         interrupt.check()
         self.any_died(step)
-        return made, int(restarted)
+        return answers, int(restarted)
 
-    def _answers(self, make: Callable[[], list[Rollout]]) -> list[tuple[int, Rollout]]:
+    def _answers(self, generate: Callable[[], list[Rollout]]) -> list[tuple[int, Rollout]]:
         self._death = ""
         try:
-            rollouts = make()
+            rollouts = generate()
         except EngineDied as death:  # only text is kept: a traceback holds on to the engine's tensors
             self._death = f"{death}\n{traceback.format_exc()}"
             return []
@@ -123,18 +123,18 @@ class Fleet:
         return [(request, rollout) for (request, _), rollout in zip(self._places, rollouts)]
 
     def exchange(self, mine: list[tuple[int, Rollout]]) -> list[Rollout]:
-        """All ranks' answers, ordered by request, then by sample. Collective; waits for the slowest engine."""
-        everything = self.mesh.gather_world(mine)
-        everything.sort(key=lambda pair: (pair[0], pair[1].sample))
-        return [rollout for _, rollout in everything]
+        """Return all ranks' answers, ordered by request, then by sample. Collective; waits for the slowest engine."""
+        pairs = self.mesh.gather_world(mine)
+        pairs.sort(key=lambda pair: (pair[0], pair[1].sample))
+        return [rollout for _, rollout in pairs]
 
     def learn(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
-        """Lengths and drafters take in an iteration's rollouts, all ranks'."""
+        """Give an iteration's rollouts, all ranks', to the lengths and the drafters."""
         self.lengths.observe(rollouts)
         self.engine.learn(iteration, rollouts)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned on this rank, as plain values and arrays."""
+        """Return what was learned on this rank, as plain values and arrays."""
         return {"lengths": self.lengths.state_dict(), "engine": self.engine.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

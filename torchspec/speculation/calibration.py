@@ -66,12 +66,12 @@ def _doubling(first: int, last: int, factor: int) -> list[int]:
 
 
 def _fastest(samples: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Seconds by size: the least, because other load on the machine only ever adds time."""
+    """Return seconds by size: the least, because other load on the machine only ever adds time."""
     return {size: min(s for n, s in samples if n == size) for size in sorted({n for n, _ in samples})}
 
 
 def _typical(samples: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Median seconds by tokens proposed: the passes also read what was verified, which varies."""
+    """Return median seconds by tokens proposed: the passes also read what was verified, which varies."""
     return {
         size: statistics.median(s for n, s in samples if n == size)
         for size in sorted({n for n, _ in samples})
@@ -79,7 +79,7 @@ def _typical(samples: Sequence[tuple[int, float]]) -> dict[int, float]:
 
 
 def _on_grid(points: dict[int, float], tokens: list[int]) -> list[float]:
-    """Straight between the points and behind the last; never falling, however noisy the measurement."""
+    """Return the times at `tokens`: straight between the points and behind the last, never falling."""
     known = np.array(list(points))
     times = np.maximum.accumulate(np.array(list(points.values())))
     slope = (times[-1] - times[0]) / (known[-1] - known[0])

@@ -51,11 +51,11 @@ class CostTable:
         return self._interpolate(tokens, batch)[0]
 
     def marginal(self, tokens: float, batch: float) -> float:
-        """Seconds that the next token adds; never negative, however noisy the measurement."""
+        """Return the seconds that the next token adds; never negative, however noisy the measurement."""
         return max(self._interpolate(tokens, batch)[1], 0.0)
 
     def drafting(self, tokens: int, batch: float) -> float:
-        """Seconds in which the draft model proposes `tokens` tokens for each request."""
+        """Return the seconds in which the draft model proposes `tokens` tokens for each request."""
         if not self.draft:
             return 0.0
         first, each = (float(np.interp(batch, self.batches, column)) for column in zip(*self.draft))
@@ -68,7 +68,7 @@ class CostTable:
         return low + slope * (tokens - self.tokens[i]), slope
 
     def _at(self, batch: float, column: int) -> float:
-        """Ten times a step: plain Python is quicker than numpy here."""
+        """Return the seconds at a token column. Called ten times a step: plain Python is faster than numpy here."""
         j = bisect_right(self.batches, batch)
         if j in (0, len(self.batches)):
             return self.seconds[max(j - 1, 0)][column]
@@ -80,7 +80,7 @@ class CostTable:
 
     @classmethod
     def load(cls, path: Path) -> CostTable:
-        """Raises ConfigError if the file is not a cost table."""
+        """Read a saved table. Raise ConfigError if the file is not a cost table."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:  # a file of the user's
@@ -88,5 +88,5 @@ class CostTable:
 
 
 def given_costs(budget: BudgetConfig) -> CostTable | None:
-    """The table that budget.cost_table names. Raises ConfigError if the file is not one."""
+    """Return the table that budget.cost_table names. Raise ConfigError if the file is not one."""
     return CostTable.load(Path(budget.cost_table)) if budget.cost_table else None

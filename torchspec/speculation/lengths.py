@@ -59,7 +59,7 @@ class LengthStats:
         self._sorted.clear()
 
     def of(self, problem_id: str) -> Lengths | None:
-        """What is known of a problem's responses; None: nothing."""
+        """Return what is known of a problem's responses; None: nothing."""
         if problem_id not in self._last:
             return None
         count, tokens, truncated = self._totals[problem_id]
@@ -75,17 +75,17 @@ class LengthStats:
         )
 
     def expected(self, problem_id: str) -> tuple[float, float]:
-        """Mean and 90th percentile of the last responses; an unknown problem takes those of all problems."""
+        """Return mean and 90th percentile of the last responses, for an unknown problem those of all problems."""
         known = self._known(problem_id)[0] or self._known(None)[0]
         if not known:
             return self.default, self.default
         return float(np.mean(known)), float(np.percentile(known, 90))
 
     def remaining(self, problem_ids: Sequence[str], generated: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Tokens expected to come for responses of `generated` tokens so far; float64 [B].
+        """Return the tokens expected to come for responses of `generated` tokens so far, float64 [B].
 
-        The mean over the problem's responses that were longer; if there is none, over all problems'; a
-        response longer than any known one is taken to go on for OVERTIME of its length.
+        It is the mean over the problem's responses that were longer, or if there is none over all problems'.
+        A response longer than any known one is expected to go on for OVERTIME of its length.
         """
         lengths = np.asarray(generated).tolist()
         return np.array([self._remaining(p, n) for p, n in zip(problem_ids, lengths)], np.float64)

@@ -23,7 +23,7 @@ class Survival:
         """By class at the start, bucket of the length so far, final class."""
 
     def class_of(self, length: np.ndarray | float) -> np.ndarray:
-        """SHORT, MEDIUM or LONG; MEDIUM where the length is nan."""
+        """Return SHORT, MEDIUM or LONG; MEDIUM where the length is nan."""
         length = np.asarray(length, np.float64)
         return np.where(np.isnan(length), MEDIUM, np.searchsorted(self.bounds, length, side="right"))
 
@@ -37,7 +37,7 @@ class Survival:
         self.counts[start, :buckets, int(self.class_of(length))] += 1.0
 
     def classes(self, expected: np.ndarray, generated: np.ndarray) -> np.ndarray:
-        """The likeliest class of each request, the longer on a tie; never below what its length proves."""
+        """Return the likeliest class of each request, the longer on a tie; never below what its length proves."""
         start = self.class_of(expected)
         bucket = np.minimum(generated // self.BUCKET, self.counts.shape[1] - 1)
         counts = np.where(

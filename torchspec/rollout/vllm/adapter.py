@@ -113,7 +113,7 @@ class SpecDecodeAdapter:
         return drafts
 
     def forget(self, lost: Collection[str] = ()) -> None:
-        """No request runs any more, `lost` (our ids) unfinished; vLLM would tell us with the next step only."""
+        """End all requests, `lost` (our ids) unfinished; vLLM would report it with the next step only."""
         if self.speculator:
             for own in sorted(self._known.values()):
                 self.speculator.end(own, finished=own not in lost)
@@ -123,7 +123,7 @@ class SpecDecodeAdapter:
     def _advance(
         self, speculator: Speculator, rows: list[list[int]], verified: list[int], seconds: float
     ) -> tuple[list[str], list[int]]:
-        """Tell the speculator what came; returns the requests that go on, our ids and their rows."""
+        """Tell the speculator what came; return the requests that go on, our ids and their rows."""
         requests = self._runner.requests
         for gone in [r for r in self._known if r not in requests]:
             speculator.end(self._known.pop(gone))
@@ -162,7 +162,7 @@ class SpecDecodeAdapter:
         return self._run_model(scheduler_output, sampled, *rest).tolist()
 
     def _rows(self, sampled: Any) -> list[list[int]]:
-        """What each request of the batch got: tokens of its drafts, and one more; [] while prompts are read."""
+        """Return what each request of the batch got: tokens of its drafts, and one more; [] while prompts are read."""
         if isinstance(sampled, list):
             return sampled
         unfinished = self._runner.discard_request_mask.np[: self._runner.input_batch.num_reqs].tolist()
@@ -172,8 +172,10 @@ class SpecDecodeAdapter:
         ]
 
     def _draft_probs(self, metadata: Any) -> torch.Tensor | None:
-        """float32 [draft tokens, V], flat over requests: the model's distributions, and one-hot rows for the
-        suffix drafter's tokens, which are no sample. None says that all of them are one-hot."""
+        """Return float32 [draft tokens, V], flat over requests; None if all rows are one-hot.
+
+        Rows are the model's distributions, and one-hot for the suffix drafter's tokens, which are no sample.
+        """
         probs, at = None, 0
         tokens = metadata.draft_token_ids.long()
         for request_id, count in zip(self._runner.input_batch.req_ids, metadata.num_draft_tokens):
@@ -222,7 +224,7 @@ def _stop_tokens(parameters: Any) -> set[int]:
 
 
 def _cut(tokens: list[int], parameters: Any) -> list[int]:
-    """Tokens up to the one that ends the request."""
+    """Return the tokens up to the one that ends the request."""
     stops = _stop_tokens(parameters)
     for j, token in enumerate(tokens):
         if token in stops:

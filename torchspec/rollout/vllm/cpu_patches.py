@@ -213,7 +213,7 @@ def _draw_where_rejected() -> None:
 
 
 def _one_of(weights: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """An index drawn with chances in proportion to `weights` [V], by one uniform number."""
+    """Draw an index with chances in proportion to `weights` [V], by one uniform number."""
     sums = weights.cumsum(0, dtype=torch.float64)
     drawn = torch.rand((), dtype=torch.float64, generator=generator)  # times the sum it is below the sum
     return torch.searchsorted(sums, drawn * sums[-1], right=True)

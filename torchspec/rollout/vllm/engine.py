@@ -64,7 +64,7 @@ class VllmEngine:
     Args:
         config: `model`, `rollout`, `suffix` and `budget` are read.
         policy_folder: HF folder of the policy (config, safetensors, tokenizer).
-        draft_folder: HF folder of an EAGLE-3 draft; with None the drafter "model" means no speculation.
+        draft_folder: HF folder of a draft; with None the drafter "model" means no speculation.
         seed: of everything that this engine samples.
         device_type: "cpu" or "cuda".
         lengths: what is known of responses' lengths; the owner lets it observe.
@@ -121,7 +121,7 @@ class VllmEngine:
             self.speculate(Speculator(config, self.lengths, self.cost, window))
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
-        """See `Engine.generate`. Each sample is a vLLM request; extra_args carries its problem's id."""
+        """Answer every request; see `Engine.generate`. Each sample is a vLLM request with our id in extra_args."""
         samples = [(request, index) for request in requests for index in range(request.samples)]
         self._samples = []
         for position, (request, index) in enumerate(samples):
@@ -194,7 +194,7 @@ class VllmEngine:
         self.draft_version = draft_version
 
     def sleep(self) -> None:
-        """Level 1: weights move to host memory (level 2 would drop the draft's), the KV cache is freed."""
+        """Move the weights to host memory and free the KV cache (level 1; level 2 would drop the draft's weights)."""
         if self._sleeps:
             self._llm.sleep(level=1)
 
@@ -374,7 +374,7 @@ class VllmEngine:
 
 
 def _compare(worker: Any) -> int:
-    """Runs in the worker: raises unless the engine holds the weights that were sent."""
+    """Raise, in the worker, unless the engine holds the weights that were sent."""
     return worker.weight_transfer_engine.compare()
 
 
@@ -384,7 +384,7 @@ def _drop_draft(worker: Any) -> None:
 
 
 def _shared_names(worker: Any) -> frozenset[str] | None:
-    """Runs in the worker: names of draft modules that are the policy's; None without a draft."""
+    """Return, in the worker, the names of draft modules that are the policy's; None without a draft."""
     policy, draft = worker.model_runner.get_model(), worker.get_draft_model()
     if draft is None:
         return None

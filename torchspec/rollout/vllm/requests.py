@@ -34,7 +34,7 @@ class Sample:
 
     @property
     def left(self) -> Any:
-        """The parameters of what is not sampled yet."""
+        """Return the parameters of what is not sampled yet."""
         parameters = self.parameters.clone()
         parameters.max_tokens -= len(self.tokens)
         return parameters
@@ -105,7 +105,7 @@ def run(llm: LLM, samples: Sequence[Sample], take: Callable[[Sample, RequestOutp
 
 
 def spec_stats(metrics: Any) -> SpecStats | None:
-    """vLLM's lists per verify step -> counts per draft position."""
+    """Turn vLLM's lists per verify step into counts per draft position."""
     if metrics is None:
         return None
     steps = [

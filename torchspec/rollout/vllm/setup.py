@@ -66,7 +66,7 @@ def draft_method(folder: Path) -> str:
 
 
 def prepare_environment(device_type: str) -> None:
-    """Everything that vLLM reads from the environment; must run before its first import."""
+    """Set everything that vLLM reads from the environment; must run before its first import."""
     required = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # its drafter cannot be reached, and there is none on CPU

@@ -25,7 +25,7 @@ class Step:
     room: np.ndarray
     """int [B]: tokens that may still come, by max_new_tokens and by the model's length."""
     remaining: np.ndarray
-    """float [B]: tokens predicted to come (balance.LengthStats.remaining)."""
+    """float [B]: tokens predicted to come (LengthStats.remaining)."""
     expected: np.ndarray
     """float [B]: the problem's median length when the request began; nan: its problem is unknown."""
     waiting: int = 0
@@ -69,7 +69,7 @@ class BudgetState:
 
     @property
     def acceptance(self) -> float:
-        """Share of the draft tokens that were accepted lately."""
+        """Return the share of the draft tokens that were accepted lately."""
         return float(self._totals[1] / self._totals[0])
 
     def per_token(self, batch: int) -> float:

@@ -29,7 +29,7 @@ class DasClosed(BudgetRule):
 def closed_form(
     lengths: np.ndarray, efficiency: np.ndarray, capacity: np.ndarray, base: float, per_token: float
 ) -> tuple[np.ndarray, float]:
-    """Draft tokens of each request, and forward passes, that make the makespan shortest (DAS, section 4.2.2).
+    """Return the draft tokens of each request, and the passes, that make the makespan shortest (DAS, section 4.2.2).
 
     With l tokens to come, efficiency a and capacity k, proposing p tokens saves k l (1 - exp(-a p / l)) passes.
     Solving l (1 - k + k exp(-a p / l)) = N gives p = -(l / a) ln(1 - (1 - N / l) / k): the paper's equation 7
@@ -61,6 +61,6 @@ def closed_form(
 def closed_budgets(
     lengths: np.ndarray, efficiency: np.ndarray, capacity: np.ndarray, rounds: float
 ) -> np.ndarray:
-    """Draft tokens [B] with which every request needs `rounds` passes; 0 for those that need no more anyway."""
+    """Return the draft tokens [B] with which every request needs `rounds` passes; 0 where no more are needed."""
     left = 1 - (1 - np.minimum(rounds / lengths, 1.0)) / capacity
     return np.where(lengths > rounds, -(lengths / efficiency) * np.log(np.maximum(left, 1e-300)), 0.0)

@@ -26,7 +26,7 @@ class Price(BudgetRule):
 
 
 def criticality(remaining: np.ndarray) -> np.ndarray:
-    """Each request's chance to end last, as a soft maximum of the tokens left; sums to 1."""
+    """Return each request's chance to end last, float [B], as a soft maximum of the tokens left; sums to 1."""
     if not len(remaining):
         return np.zeros(0)
     longest = float(remaining.max())
@@ -35,9 +35,10 @@ def criticality(remaining: np.ndarray) -> np.ndarray:
 
 
 def price_floors(prices: np.ndarray, per_token: float) -> np.ndarray:
-    """Least path probability worth verifying: price * p >= per_token * (1 - p).
+    """Return the least path probability worth verifying, float [B]: price * p >= per_token * (1 - p).
 
-    `prices` [B] are the seconds that one accepted token of the request saves beyond its own, `per_token` those
-    that a verified token costs.
+    Args:
+        prices: float [B], seconds that an accepted token of the request saves beyond its own.
+        per_token: seconds that a verified token costs.
     """
     return per_token / np.maximum(prices + per_token, 1e-300) if per_token > 0 else np.zeros(len(prices))

@@ -10,7 +10,7 @@ into its state's row one row of the open-addressed table `slots`:
 
 LEN is the state's longest substring, LINK the state of its longest suffix that lies in another state, COUNT its
 occurrences and CONT those of them that are followed by another token; BEST is the most frequent child (the
-smaller token on a tie). FIRST is the edge that was made first, HEAD the list of the others in `slots`. A frozen
+smaller token on a tie). FIRST is the oldest edge, HEAD the list of the others in `slots`. A frozen
 state keeps BEST in place of FIRST.
 
 Many automata are passed as a table, one int64 row each (the T_ columns), because numba takes arrays by address.
@@ -38,7 +38,7 @@ COUNTED_SUFFIXES = 16
 
 
 def _cache_folder() -> str:
-    """Where compiled code is kept: in the user's cache, never beside the source; NUMBA_CACHE_DIR overrides it.
+    """Return where compiled code is kept: in the user's cache, not beside the source; NUMBA_CACHE_DIR overrides it.
 
     numba does not notice a change in a function that another file's function calls, so the folder is named
     after the sources.
@@ -83,7 +83,7 @@ def slots_of(table, a):
 
 @compiled
 def _home(s, token, rows):
-    """The slot where an edge's search begins."""
+    """Return the slot where an edge's search begins."""
     key = (np.uint64(s) << np.uint64(32)) | np.uint64(np.uint32(token))
     key ^= key >> np.uint64(33)
     key *= np.uint64(0xFF51AFD7ED558CCD)
@@ -93,7 +93,7 @@ def _home(s, token, rows):
 
 @compiled
 def child(nodes, slots, s, token):
-    """The state after `token` in state `s`; -1: none."""
+    """Return the state after `token` in state `s`; -1: none."""
     live = nodes.shape[1] == LIVE_WIDTH
     d = nodes[s, FIRST] if live else nodes[s, BEST]
     if d < 0:
@@ -131,7 +131,7 @@ def _place(slots, s, d, token):
 
 @compiled
 def rehash(nodes, slots, states, rows):
-    """The live automaton's edges in a table of `rows` rows."""
+    """Return the live automaton's edges in a table of `rows` rows."""
     larger = np.full((rows, 3), -1, np.int32)
     for s in range(states):
         at, nodes[s, HEAD] = nodes[s, HEAD], -1
@@ -216,7 +216,7 @@ def _split(nodes, slots, size, p, q, live):
 
 @compiled
 def extend(nodes, slots, size, last, token, live):
-    """Append `token` to the sequence that ends in state `last`; returns its new state.
+    """Append `token` to the sequence that ends in state `last`; return its new state.
 
     There must be room for 2 states and `edges_needed` slots. Returning grown arrays from here instead would
     make the build seven times slower: numba counts references to every array that it returns.
@@ -242,7 +242,7 @@ def extend(nodes, slots, size, last, token, live):
 
 @compiled
 def edges_needed(nodes, slots, last, token):
-    """An upper bound on the slots that `extend` will fill."""
+    """Return an upper bound on the slots that `extend` will fill."""
     edges = 0
     p = last
     q = child(nodes, slots, p, token)
@@ -267,7 +267,7 @@ def has_room(slots, size, edges):
 
 @compiled
 def build(tokens, starts):
-    """The frozen automaton of the sequences tokens[starts[i] : starts[i + 1]], int32; returns (nodes, slots)."""
+    """Return (nodes, slots) of the frozen automaton of the sequences tokens[starts[i] : starts[i + 1]], int32."""
     total = tokens.shape[0]
     nodes = np.empty((total + total // 4 + 16, LIVE_WIDTH), np.int32)
     slots = np.full((total // 2 + 16, 3), -1, np.int32)
@@ -317,7 +317,7 @@ def _add_up_counts(nodes, states):
 
 @compiled
 def _freeze(nodes, slots, states, edges):
-    """Exact counts, best children, and arrays without slack."""
+    """Return exact counts and best children, in arrays without slack."""
     _add_up_counts(nodes, states)
     frozen_nodes = np.empty((states, FROZEN_WIDTH), np.int32)
     frozen_slots = np.full((edges + edges // 3 + 2, 2), -1, np.int32)

@@ -45,7 +45,7 @@ LARGEST_PROBABILITY = 0.999
 def append(table, automata, states, rows, scope, tokens, starts, done):
     """Append each request's new tokens to its live automaton of one scope.
 
-    `done[i]` counts the tokens of request i that are in. Returns -1 when all are, or the automaton that
+    `done[i]` counts the tokens of request i that are in. Return -1 when all are, or the automaton that
     needs more room; give it more and call again.
     """
     for i in range(rows.shape[0]):
@@ -70,7 +70,7 @@ def append(table, automata, states, rows, scope, tokens, starts, done):
 
 @compiled
 def _move(nodes, slots, s, m, tokens):
-    """The longest match's state and length after `tokens`."""
+    """Return the longest match's state and length after `tokens`."""
     for token in tokens:
         d = child(nodes, slots, s, token)
         while d < 0 and s > 0:
@@ -119,7 +119,7 @@ def _log2_bucket(n, buckets):
 
 @compiled
 def _walk(nodes, s, m, kind, weight, limit, floor, factors, tokens, probs, plain, cells):
-    """Follow the most frequent continuation; returns the tokens' number and expected acceptances."""
+    """Follow the most frequent continuation; return the number of tokens and of expected acceptances."""
     path, expected, j = weight, 0.0, 0
     while j < limit:
         d = nodes[s, BEST]
@@ -166,7 +166,7 @@ def propose(
     cells,
     lengths,
 ):
-    """Each request's draft: of its scopes with the longest matches, the one with most expected acceptances.
+    """Write each request's draft: of its scopes with the longest matches, the one with most expected acceptances.
 
     A token is proposed while there are less than limits[i] and its path probability is at least floors[i].
     The draft follows the request's text and its `given` tokens, ragged, which no cursor keeps. Writes rows of
@@ -231,7 +231,7 @@ def propose(
 
 @compiled
 def pack(rows, drafts, probs, lengths, starts, out_tokens, out_probs):
-    """The drafts of `rows` as one flat array; fills starts [rows + 1]."""
+    """Write the drafts of `rows` as one flat array; fill starts [rows + 1]."""
     starts[0] = 0
     for i in range(rows.shape[0]):
         r, at = rows[i], starts[i]
@@ -264,7 +264,7 @@ def calibrate(rows, tokens, starts, drafts, plain, cells, lengths, predicted, ac
 
 @compiled
 def factors_of(predicted, accepted, factors):
-    """What a cell's probabilities are to be multiplied with."""
+    """Fill in the factor on each cell's probabilities."""
     cells = factors.shape[0] // CELLS[0]
     for kind in range(CELLS[0]):
         first, last = kind * cells, (kind + 1) * cells
