@@ -97,7 +97,7 @@ class DraftTrainer:
                 taps.aux, embeds[after], batch.positions, batch.cu_seqlens, batch.group
             )
             dhidden = torch.zeros_like(hidden)
-            sink = trunk.sink.detach().requires_grad_()  # gathers the blocks' gradients of keys and values
+            accumulator = trunk.grad_accumulator.detach().requires_grad_()  # sums over the blocks
             parts = []
             for block in blocks:
                 start = hidden.detach()[block.rows].requires_grad_()
@@ -106,7 +106,7 @@ class DraftTrainer:
                 )
                 losses = draft(
                     start,
-                    Trunk(trunk.kv, sink),
+                    Trunk(trunk.kv, accumulator),
                     anchors,
                     pass_weights=weights,
                     loss_rows=self.loss_rows,
@@ -115,7 +115,7 @@ class DraftTrainer:
                 assert start.grad is not None
                 dhidden[block.rows] = start.grad
                 parts.append(DraftStats(loss=losses.loss.detach().double(), sums=losses.sums))
-            torch.autograd.backward([hidden, trunk.sink], [dhidden, sink.grad])
+            torch.autograd.backward([hidden, trunk.grad_accumulator], [dhidden, accumulator.grad])
         return sum(parts[1:], start=parts[0])
 
 

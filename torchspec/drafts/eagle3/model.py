@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchspec.attention import Trunk, trunk_attention, trunk_gather
+from torchspec.attention import AttentionCall, Trunk, trunk_attention, trunk_gather
 from torchspec.drafts.eagle3.blocks import Block
 from torchspec.drafts.loss import soft_cross_entropy
 from torchspec.drafts.vocab import build_t2d, target_ids
@@ -339,8 +339,8 @@ class Eagle3(nn.Module):
                 [k for k, _ in branch],
                 [v for _, v in branch],
                 anchors.cu_seqlens,
-                group=anchors.group,
-                rows=block.ranges,
+                AttentionCall(anchors.group),
+                block.ranges,
             )
             hidden = layer.outputs(hidden, attended)
             normed = self.norm(hidden)
