@@ -7,7 +7,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,7 @@ from torchspec.rewards.scorer import build_scorer
 from torchspec.rollout.engine import Request
 from torchspec.rollout.files import write_rollouts
 from torchspec.rollout.fleet import Fleet
-from torchspec.rollout.vllm import cpu_patches as vllm_cpu
-from torchspec.rollout.vllm.engine import VllmEngine, check_version
+from torchspec.rollout.registry import build_engine, check_engine
 from torchspec.speculation.lengths import LengthStats
 from torchspec.training import warmup
 from torchspec.training.guards import Guards
@@ -85,12 +84,10 @@ class Trainer:
         self.scorer = build_scorer(config.reward, config.data)
         self.scorer.check_answers([*self.problems, *self.held_out])
         self.mesh = Mesh(config.parallel)
-        check_version(self.mesh.device.type)
         check_world(config, self.mesh, len(self.problems), len(self.held_out))
         self.base = base_folder(config, self.mesh)
         self.spec = PolicySpec.from_hf(self.base, config.model.max_len)
-        if self.mesh.device.type == "cpu":
-            vllm_cpu.check_head_dim(self.spec.head_dim)
+        check_engine(config, self.mesh.device.type, self.spec)
         self.tokenizer = load_tokenizer(self.base, self.spec)
         longest = config.model.max_len - config.rollout.max_new_tokens
         known = [*self.problems, *self.held_out]
@@ -110,7 +107,7 @@ class Trainer:
         self.policy_version = self.draft_version = 0
         lengths = LengthStats(default=config.rollout.max_new_tokens)
         steps_per_epoch = -(-len(self.problems) // config.rollout.problems_per_step)
-        self.engine = VllmEngine(
+        self.engine = build_engine(
             config,
             policy_folder=policy_folder,
             draft_folder=draft_folder,
@@ -128,8 +125,7 @@ class Trainer:
             self._resume()
         elif self.mesh.is_main:  # nothing of an earlier run is removed before this one can start
             create_run_folder(config, self.folder)
-            if self.engine.cost:
-                self.engine.cost.save(self.folder / "cost.json")
+            self.engine.save_costs(self.folder / "cost.json")
         self.mesh.barrier()
         self.checkpoints = Checkpoints(self.folder / "checkpoints", self.mesh, config.checkpoint)
 
@@ -193,10 +189,9 @@ class Trainer:
             group_advantages(rollouts, config.rl)
             meter.total("reward/failures", sum(self.scorer.failures.values()))
             self.scorer.failures.clear()
-        speculator = self.engine.speculator
-        rollout_metrics(rollouts, meter, longest_draft(config) if speculator else 0)
-        if speculator:
-            speculation_metrics(speculator.take_tally(), speculator.window_bytes, meter)
+        rollout_metrics(rollouts, meter, self.engine.longest_draft)
+        if stats := self.engine.drain_stats():
+            speculation_metrics(stats, stats.window_bytes, meter)
 
         self.engine.sleep()
         try:
@@ -350,8 +345,7 @@ class Trainer:
 
     def _generate_eval(self, problems: list[Problem], samples: int) -> list[Rollout]:
         """Answers that teach the drafters nothing."""
-        speculator = self.engine.speculator
-        with speculator.frozen_stats() if speculator else nullcontext():
+        with self.engine.frozen_stats():
             return self.engine.generate(self._requests(problems, samples), sampling_of(self.config))
 
     def _refit(
@@ -375,7 +369,7 @@ class Trainer:
             rollouts = self._generate_eval(problems, samples)
             score(self.scorer, self.tokenizer, problems, rollouts)
             meter.mean("eval/reward", sum(r.reward or 0.0 for r in rollouts), len(rollouts))
-            if self.engine.speculator:
+            if self.engine.longest_draft:
                 add_tau(meter, "eval/tau", self._tau(rollouts))
             if self.frozen_draft:
                 self._refit(None, self.frozen_draft, draft_version=0)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from torchspec.metrics.meter import read_metrics
-from torchspec.speculation.budget import CostTable
+from torchspec.speculation.cost_table import CostTable
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "demo_cpu.toml"

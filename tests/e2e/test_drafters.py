@@ -17,7 +17,7 @@ from torchspec.errors import ConfigError
 from torchspec.records import SpecStats
 from torchspec.rollout.engine import Request, Sampling
 from torchspec.rollout.vllm.engine import VllmEngine
-from torchspec.speculation.budget import CostTable
+from torchspec.speculation.cost_table import CostTable
 from torchspec.speculation.lengths import LengthStats
 from torchspec.speculation.speculator import Speculator
 
@@ -72,16 +72,16 @@ def oracle(folders):
     return AutoModelForCausalLM.from_pretrained(folders["policy"], dtype=torch.float32).eval()
 
 
-def check_counts(rollouts, tally):
+def check_counts(rollouts, stats):
     """The engine's per-request counts and the speculator's per-drafter counts tell the same story."""
     total = SpecStats.total((r.spec for r in rollouts), 8)
-    by_class = SpecStats.total(tally.classes.values(), 8)
+    by_class = SpecStats.total(stats.classes.values(), 8)
     assert (by_class.steps, by_class.drafted, by_class.accepted) == (
         total.steps,
         total.drafted,
         total.accepted,
     )
-    by_drafter = SpecStats.total(tally.drafters.values(), 8)
+    by_drafter = SpecStats.total(stats.drafters.values(), 8)
     assert (by_drafter.drafted, by_drafter.accepted) == (total.drafted, total.accepted)
     for rollout in rollouts:
         spec = rollout.spec
@@ -101,13 +101,13 @@ def test_greedy_tokens_are_the_plain_ones_in_every_epoch(engine, plain, drafter,
     for epoch in range(3):
         found = engine.generate(batch, GREEDY)
         assert [(r.tokens, r.finish) for r in found] == [(r.tokens, r.finish) for r in expected]
-        tally = speculator.take_tally()
-        check_counts(found, tally)
+        stats = speculator.drain_stats()
+        check_counts(found, stats)
         speculator.lengths.observe(found)
         speculator.learn(epoch, found)
     if drafter != "model":  # by now everything was said before
         assert SpecStats.total((r.spec for r in found), 8).tau > 5
-        assert speculator.window_bytes > 0
+        assert stats.window_bytes > 0
     torch.testing.assert_close(
         torch.tensor([p for r in found for p in r.logprobs]),
         torch.tensor([p for r in expected for p in r.logprobs]),
@@ -136,14 +136,14 @@ def law_of_short_responses(engine, oracle, drafter, count, policy="unlimited", l
     engine.speculate(speculator)
     history = engine.generate([Request(problem_id="p", prompt_tokens=prompt, samples=64)], sampling)
     speculator.learn(0, history)
-    speculator.take_tally()
+    speculator.drain_stats()
     rollouts = engine.generate([Request(problem_id="p", prompt_tokens=prompt, samples=count)], sampling)
-    tally = speculator.take_tally()
+    stats = speculator.drain_stats()
     seen = Counter(tuple(r.tokens) for r in rollouts)
     assert set(seen) <= set(law)
     # Each of them had its share; a price that a random draft can pay has few.
-    for stats in tally.drafters.values():
-        assert sum(stats.accepted if policy == "unlimited" else stats.drafted) > count / 50, tally.drafters
+    for own in stats.drafters.values():
+        assert sum(own.accepted if policy == "unlimited" else own.drafted) > count / 50, stats.drafters
     cells = [(seen[c], count * p) for c, p in law.items() if count * p >= 5]
     rest = count - sum(n for n, _ in cells), count - sum(e for _, e in cells)
     cells += [rest] if rest[1] >= 5 else []
@@ -179,7 +179,7 @@ def test_logprobs_are_the_rescored_ones(engine, oracle, drafter):
     for epoch in range(2):
         rollouts = engine.generate(batch, Sampling(temperature=0.7, max_new_tokens=40))
         speculator.learn(epoch, rollouts)
-    assert all(sum(stats.accepted) > 10 for stats in speculator.take_tally().drafters.values())
+    assert all(sum(stats.accepted) > 10 for stats in speculator.drain_stats().drafters.values())
     for rollout in rollouts:
         expected = oracle_logprobs(oracle, rollout, 0.7)
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, rtol=0, atol=1e-4)
@@ -188,7 +188,7 @@ def test_logprobs_are_the_rescored_ones(engine, oracle, drafter):
 def test_hybrid_skips_the_drafts_passes_and_extends_its_chains(engine):
     batch = requests(8, seed=4)
     speculator = speculator_of("hybrid")
-    speculator._probes = ()
+    speculator.gate.probes = ()
     engine.speculate(speculator)
     passes, plans = [], speculator.plan
 
@@ -215,9 +215,9 @@ def test_the_suffix_drafter_goes_on_behind_a_chain(engine, plain):
     speculator.learn(0, expected)
     found = engine.generate(batch, GREEDY)
     assert [r.tokens for r in found] == [r.tokens for r in expected]
-    tally = speculator.take_tally()
-    check_counts(found, tally)
-    suffix = tally.drafters["suffix"]
+    stats = speculator.drain_stats()
+    check_counts(found, stats)
+    suffix = stats.drafters["suffix"]
     assert suffix.drafted[0] < suffix.drafted[1] < suffix.drafted[2]
     assert suffix.accepted[2] > 0
 
@@ -259,7 +259,7 @@ def test_a_response_ends_at_max_len_inside_a_draft(engine, plain, drafter):
     for epoch in range(2):
         found = engine.generate(batch, endless)
         assert [(r.tokens, r.finish) for r in found] == [(r.tokens, r.finish) for r in expected]
-        check_counts(found, speculator.take_tally())
+        check_counts(found, speculator.drain_stats())
         speculator.learn(epoch, found)
 
 
@@ -303,7 +303,7 @@ def test_requests_that_are_preempted_go_on(folders):
     single.close()
     for rollouts in found:
         assert [r.tokens for r in rollouts] == [r.tokens for r in expected]
-    check_counts([r for rollouts in found for r in rollouts], speculator.take_tally())
+    check_counts([r for rollouts in found for r in rollouts], speculator.drain_stats())
 
 
 def test_new_weights_between_epochs(engine, folders):
@@ -354,11 +354,11 @@ def check_no_placeholders(engine):
     (prompt,) = requests(1, seed=14, shortest=129, longest=129)
     expected = engine.generate([prompt], GREEDY)[0].tokens
     before = engine.counters.cached_tokens
-    engine.speculator.take_tally()
+    engine.speculator.drain_stats()
     rollouts = engine.generate([dataclasses.replace(prompt, samples=3)], GREEDY)
     assert engine.counters.cached_tokens - before == 3 * 128
     assert all(r.tokens == expected for r in rollouts)
-    check_counts(rollouts, engine.speculator.take_tally())
+    check_counts(rollouts, engine.speculator.drain_stats())
 
 
 def test_a_suffix_engine_measures_its_own_costs(folders):

@@ -19,7 +19,7 @@ from torchspec.config.load import load
 from torchspec.drafts.eagle3.checkpoint import LAYOUTS, renamed, spec_from_json
 from torchspec.drafts.eagle3.spec import Eagle3Spec
 from torchspec.metrics.meter import read_metrics
-from torchspec.speculation.budget import CostTable
+from torchspec.speculation.cost_table import CostTable
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

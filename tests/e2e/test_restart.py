@@ -115,21 +115,21 @@ def test_the_drafters_keep_what_they_learned(folders, oracle) -> None:
     undisturbed = engine.generate(batch, GREEDY)
     engine.learn(1, undisturbed)
     speculator = engine.speculator
-    speculator.take_tally()
+    speculator.drain_stats()
     history = speculator.suffix.state_dict()["generations"]
-    observed = speculator.budget.survival.counts.sum()
+    observed = speculator.budget.state.survival.counts.sum()
     assert len(history) == 5
 
     kept = die_in_the_middle(engine, batch, GREEDY, step=12)
     engine.restart()
     assert engine.speculator is speculator
     assert not speculator._requests
-    learned = speculator.budget.survival.counts.sum() - observed  # of lengths; old ones fade
+    learned = speculator.budget.state.survival.counts.sum() - observed  # of lengths; old ones fade
     assert learned == pytest.approx(len(kept), abs=0.5)
     for now, then in zip(speculator.suffix.state_dict()["generations"], history, strict=True):
         assert now["problem"] == then["problem"]
         assert (now["nodes"] == then["nodes"]).all()
-    speculator.take_tally()
+    speculator.drain_stats()
     refit_all()
     rollouts = engine.resume()
     assert [(r.problem_id, r.sample, r.tokens) for r in rollouts] == [
@@ -138,7 +138,7 @@ def test_the_drafters_keep_what_they_learned(folders, oracle) -> None:
     assert {(r.policy_version, r.draft_version) for r in rollouts} == {(3, 2)}
     made = [r for r in rollouts if not any(r is one for one in kept)]
     assert SpecStats.total((r.spec for r in made), 8).tau > 3  # everything was said before
-    assert all(sum(stats.drafted) for stats in speculator.take_tally().drafters.values())
+    assert all(sum(stats.drafted) for stats in speculator.drain_stats().drafters.values())
     # At temperature 1 a draft that samples does not repeat; its log-probabilities are the policy's all the same.
     sampling = Sampling(max_new_tokens=40)
     kept = die_in_the_middle(engine, batch, sampling, step=60)

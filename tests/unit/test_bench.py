@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from torchspec.checkpoint.writable import check_writable
 from torchspec.commands.bench import Row, bench, later_ratios
+from torchspec.commands.generate import generate_file
 from torchspec.config.schema import Config
 from torchspec.errors import ConfigError
 
@@ -25,6 +29,40 @@ def test_bad_input_is_refused_before_anything_is_loaded(tmp_path: Path, modes, e
     with pytest.raises(ConfigError, match=message):
         bench(Config(), None, modes, epochs, 0, False, tmp_path / out)
     assert not (tmp_path / out).exists()
+
+
+def run(command: str, out: Path) -> None:
+    if command == "bench":
+        bench(Config(), None, ["off"], 1, 0, False, out)
+    else:
+        generate_file(Config(), None, "train", 0, out)
+
+
+@pytest.mark.parametrize("command", ["bench", "generate"])
+def test_outputs_that_cannot_be_written_are_refused_before_anything_is_loaded(
+    tmp_path: Path, command
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    taken = tmp_path / ("file" if command == "bench" else "folder")
+    for out in (tmp_path / "file" / "out", taken):
+        with pytest.raises(ConfigError, match="--out"):
+            run(command, out)
+
+
+def test_a_place_is_tried_by_writing(tmp_path: Path, monkeypatch) -> None:
+    check_writable(tmp_path / "no" / "such" / "folder.jsonl", "--out")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.folder .*file.*Not a directory"):
+        check_writable(tmp_path / "file" / "out", "run.folder")
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", read_only)
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        check_writable(tmp_path / "out", "--out")
+
+
+def read_only(**_: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 def made(epoch: int, mode: str, **fields) -> Row:

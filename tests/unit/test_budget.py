@@ -7,24 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchspec.config.schema import Budget as BudgetConfig
 from torchspec.errors import ConfigError
-from torchspec.speculation.budget import (
-    LONG,
-    MEDIUM,
-    POLICIES,
-    SHORT,
-    Allowance,
-    Budget,
-    CostTable,
-    Step,
-    Survival,
-    closed_budgets,
-    closed_form,
-    criticality,
-    price_floors,
-)
+from torchspec.speculation.budgets.base import BudgetRule, BudgetState, Step
+from torchspec.speculation.budgets.das_closed import closed_budgets, closed_form
+from torchspec.speculation.budgets.price import criticality, price_floors
+from torchspec.speculation.budgets.registry import RULES, build_rule
+from torchspec.speculation.budgets.survival import LONG, MEDIUM, SHORT, Survival
+from torchspec.speculation.cost_table import CostTable
 
 COST = CostTable.linear(0.008, 0.0246e-3)
+
+
+def rule(name: str, cost: CostTable = COST, max_draft: int = 32, **settings) -> BudgetRule:
+    return build_rule(BudgetConfig(rule=name, **settings), cost, max_draft)
 
 
 def step(remaining, generated=None, room=None, expected=None) -> Step:
@@ -78,18 +74,18 @@ def test_the_closed_form_is_the_cheapest_number_of_passes(lengths, efficiency, c
 
 def test_price_floors_have_fixed_thresholds_as_limits():
     count = 16
-    uniform = Budget("price", COST, focus=0.0).allow(step(np.arange(1, 17)))
+    uniform = rule("price", COST, focus=0.0).allow(step(np.arange(1, 17)))
     base, per_token = COST(count, count), COST.marginal(count, count)
     np.testing.assert_allclose(uniform.floors, count * per_token / base)  # equally critical requests
-    alone = Budget("price", COST).allow(step([50.0]))
+    alone = rule("price", COST).allow(step([50.0]))
     assert alone.floors[0] == pytest.approx(per_token / COST(1, 1))
-    free = Budget("price", CostTable.linear(0.008, 0.0)).allow(step([1.0, 9.0]))
+    free = rule("price", CostTable.linear(0.008, 0.0)).allow(step([1.0, 9.0]))
     assert free.floors.tolist() == [0.0, 0.0]
     assert price_floors(np.array([1e-3, 0.0]), 1e9).tolist() == pytest.approx([1, 1])
     assert price_floors(np.array([0.0]), 1e-3).tolist() == [1.0]
 
 
-def rate_of(budget: Budget, chances: np.ndarray) -> float:
+def rate_of(budget: BudgetRule, chances: np.ndarray) -> float:
     """Tokens a second of steps in which each token of a request's draft has the chance `chances` [steps, B]."""
     batch, time, tokens = chances.shape[1], 0.0, 0.0
     for row in chances:
@@ -97,18 +93,17 @@ def rate_of(budget: Budget, chances: np.ndarray) -> float:
         paths = row[:, None] ** np.arange(1, 33)
         kept = (paths >= allowed.floors[:, None]) & (np.arange(32) < allowed.limits[:, None])
         emitted, drafted = batch + float(paths[kept].sum()), int(kept.sum())
-        seconds = budget.cost(batch + drafted, batch)
-        budget.observe(drafted, 0, batch, budget.cost(batch, batch) * emitted / batch, seconds)
+        seconds = budget.state.cost(batch + drafted, batch)
+        budget.state.observe(drafted, 0, batch, budget.state.cost(batch, batch) * emitted / batch, seconds)
         time, tokens = time + seconds, tokens + emitted
     return tokens / time
 
 
-class FixedFloor(Budget):
+class FixedFloor(BudgetRule):
     floor = 0.0
 
-    def allow(self, step: Step) -> Allowance:
-        allowed = super().allow(step)
-        return Allowance(limits=allowed.limits, floors=allowed.floors + self.floor, weights=allowed.weights)
+    def floors(self, weights: np.ndarray) -> np.ndarray:
+        return np.full(len(weights), self.floor)
 
 
 @pytest.mark.parametrize("per_token", [1e-5, 1e-4, 5e-4])
@@ -116,11 +111,11 @@ def test_price_finds_the_floor_with_most_tokens_a_second(per_token):
     """What a token is worth is what it costs to make one in the steps as they are, drafts included."""
     cost = CostTable.linear(8e-3, per_token)
     chances = np.random.default_rng(0).beta(1.0, 0.7, (600, 4))
-    own = rate_of(Budget("price", cost, focus=0.0), chances)
+    own = rate_of(rule("price", cost, focus=0.0), chances)
 
     rates = []
     for floor in np.geomspace(1e-3, 0.9, 40):
-        fixed = FixedFloor("unlimited", cost)
+        fixed = FixedFloor(BudgetConfig(), BudgetState(cost, Survival(256, 1024)), 32)
         fixed.floor = floor
         rates.append(rate_of(fixed, chances))
     assert own > 0.998 * max(rates)
@@ -128,18 +123,20 @@ def test_price_finds_the_floor_with_most_tokens_a_second(per_token):
 
 def test_a_speed_up_prices_batches_about_as_large_only():
     """A tail decodes several times faster with drafts; a full batch's plain tokens stay as dear as they are."""
-    budget, full, tail = Budget("price", COST), np.full(64, 1 / 64), np.full(3, 1 / 3)
-    before = budget.prices(full)
+    budget, full, tail = rule("price", COST), np.full(64, 1 / 64), np.full(3, 1 / 3)
+    before = budget.state.prices(full)
     for _ in range(400):
-        budget.observe(16, 12, 2, 4 * COST(2, 2), COST(18, 2))
-    assert budget.prices(full).tolist() == before.tolist()
+        budget.state.observe(16, 12, 2, 4 * COST(2, 2), COST(18, 2))
+    assert budget.state.prices(full).tolist() == before.tolist()
     speed_up = 4 * COST(2, 2) / COST(18, 2)
     expected = COST(3, 3) / 3 / speed_up - COST.marginal(19, 3)
-    np.testing.assert_allclose(budget.prices(tail), expected, rtol=0.02)  # 2 and 3 requests are about as many
+    np.testing.assert_allclose(
+        budget.state.prices(tail), expected, rtol=0.02
+    )  # 2 and 3 requests are about as many
 
 
 def test_price_spends_on_the_one_that_ends_last():
-    allowance = Budget("price", COST, focus=1.0).allow(step([10, 10, 4000]))
+    allowance = rule("price", COST, focus=1.0).allow(step([10, 10, 4000]))
     assert allowance.weights.sum() == pytest.approx(1)
     assert allowance.weights[2] > 0.9
     assert allowance.floors[2] < 0.01 < 0.05 < allowance.floors[0]
@@ -156,7 +153,7 @@ def test_a_proposal_pays_off_exactly_above_its_floor():
 
 @settings(deadline=None)
 @given(
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from(sorted(RULES)),
     rooms=st.lists(st.integers(0, 40), max_size=8),
     max_draft=st.integers(1, 32),
     data=st.data(),
@@ -165,9 +162,9 @@ def test_no_request_exceeds_its_budget_or_its_room(policy, rooms, max_draft, dat
     count = len(rooms)
     numbers = st.lists(st.integers(0, 5000), min_size=count, max_size=count)
     state = step(data.draw(numbers), data.draw(numbers), rooms, data.draw(numbers))
-    budget = Budget(policy, COST, max_draft=max_draft, fixed_tokens=40)
+    budget = rule(policy, COST, max_draft=max_draft, fixed_tokens=40)
     for length in data.draw(numbers):
-        budget.finished(float(length), length)
+        budget.state.survival.observe(float(length), length)
     allowance = budget.allow(state)
     assert len(allowance.limits) == len(allowance.floors) == count
     assert ((allowance.limits >= 0) & (allowance.limits <= max_draft)).all()
@@ -194,41 +191,39 @@ def test_das_classes_follow_history_and_are_upgraded_at_run_time():
     found = survival.classes(np.full(6, 100.0), lengths)
     assert found.tolist() == [SHORT, SHORT, LONG, LONG, LONG, LONG]  # who gets past 128 will be long
     limits = (
-        Budget("das", COST, class_tokens=(0, 8, 24))
-        .allow(step([1] * 3, [0, 300, 2000], None, [9] * 3))
-        .limits
+        rule("das", COST, class_tokens=[0, 8, 24]).allow(step([1] * 3, [0, 300, 2000], None, [9] * 3)).limits
     )
     assert limits.tolist() == [0, 8, 24]
 
 
 def test_closed_budget_favours_long_requests():
-    budget = Budget("das_closed", COST)
-    budget.observe(1000, 700)
+    budget = rule("das_closed", COST)
+    budget.state.observe(1000, 700)
     limits = budget.allow(step([5, 400, 4000])).limits
     assert limits[0] <= limits[1] <= limits[2]
     assert limits[2] > 0 == limits[0]
-    dear = Budget("das_closed", CostTable.linear(1e-9, 1.0))
+    dear = rule("das_closed", CostTable.linear(1e-9, 1.0))
     assert not dear.allow(step([5, 400, 4000])).limits.any()
 
 
 def test_a_closed_budget_recovers_from_a_bad_start():
-    budget, state = Budget("das_closed", CostTable.linear(5e-3, 1e-4)), step([48] * 6)
+    budget, state = rule("das_closed", CostTable.linear(5e-3, 1e-4)), step([48] * 6)
     assert budget.allow(state).limits.all()
     for _ in range(100):
-        budget.observe(100, 1)
+        budget.state.observe(100, 1)
     assert not budget.allow(state).limits.any()
     for _ in range(500):
-        budget.observe(0, 0)
+        budget.state.observe(0, 0)
     assert budget.allow(state).limits.all()
 
 
 def test_the_estimated_gain_is_the_ratio_of_token_rates():
-    budget = Budget("fixed", COST)
+    budget = rule("fixed", COST)
     allowance = budget.allow(step([9, 9]))
-    gain = budget.gain(allowance.weights, np.array([1.5, 0.5]), drafted=6)
+    gain = budget.state.gain(allowance.weights, np.array([1.5, 0.5]), drafted=6)
     assert gain == pytest.approx((2 + 2.0) / 2 * COST(2, 2) / COST(8, 2))
-    assert budget.gain(allowance.weights, np.array([0.0, 0.0]), drafted=6) < 1
-    assert budget.gain(allowance.weights, np.array([1.5, 0.5]), 6, draft_seconds=1.0) < 1
+    assert budget.state.gain(allowance.weights, np.array([0.0, 0.0]), drafted=6) < 1
+    assert budget.state.gain(allowance.weights, np.array([1.5, 0.5]), 6, draft_seconds=1.0) < 1
 
 
 def test_cost_tables_interpolate_and_are_saved(tmp_path: Path):
@@ -264,19 +259,19 @@ def test_the_draft_models_time_is_part_of_the_table(tmp_path: Path):
 
 
 def test_a_budgets_state_is_kept():
-    one, two = (
-        Budget("das", CostTable.linear(1, slope), short_below=10, long_from=20) for slope in (0.1, 0.3)
-    )
-    one.finished(5.0, 300)
-    one.observe(7, 3, 4, 3.0, 2.0)
-    two.load_state_dict(one.state_dict())
-    assert two.per_token(4) == one.per_token(4)
-    assert two.prices(np.full(4, 0.25)).tolist() == one.prices(np.full(4, 0.25)).tolist()
-    assert two.survival.counts.tolist() == one.survival.counts.tolist()
+    one, two = (rule("das", CostTable.linear(1, slope), short_below=10, long_from=20) for slope in (0.1, 0.3))
+    one.state.survival.observe(5.0, 300)
+    one.state.observe(7, 3, 4, 3.0, 2.0)
+    two.state.load_state_dict(one.state.state_dict())
+    assert two.state.per_token(4) == one.state.per_token(4)
+    assert two.state.prices(np.full(4, 0.25)).tolist() == one.state.prices(np.full(4, 0.25)).tolist()
+    assert two.state.survival.counts.tolist() == one.state.survival.counts.tolist()
 
 
-def test_an_unknown_policy_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean 'price'"):
-        Budget("prize", COST)
+def test_an_unknown_rule_is_refused_with_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"budget\.rule = 'prize' is not allowed; did you mean 'price'\? one of: off"
+    ):
+        rule("prize")
     with pytest.raises(ConfigError, match="one of: off, fixed"):
-        Budget("???", COST)
+        rule("???")

@@ -60,10 +60,6 @@ BAD_TOML = [
         "rollout.drafter = 'sufix' is not allowed; did you mean 'suffix'? one of: model",
     ),
     (
-        "[budget]\nrule = 'prize'",
-        "budget.rule = 'prize' is not allowed; did you mean 'price'? one of: off",
-    ),
-    (
         "[budget]\nrule = 'fixed'\nfixed_tokens = 9",
         "budget.fixed_tokens = 9 is beyond the drafter's 4 tokens",
     ),

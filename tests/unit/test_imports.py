@@ -100,6 +100,28 @@ def test_heavy_packages_are_imported_inside_functions() -> None:
     assert not wrong
 
 
+def test_only_the_vllm_folder_imports_vllm() -> None:
+    wrong = []
+    for name, tree in modules().items():
+        if not name.startswith("torchspec.rollout.vllm."):
+            wrong += [f"{name}: {target}" for target in imports(tree) if target.split(".")[0] == "vllm"]
+    assert not wrong
+
+
+def test_only_registries_name_a_concrete_engine_or_budget_rule() -> None:
+    """An engine in rollout/vllm, a rule in speculation/budgets; the folder itself may."""
+    shared = {"base", "registry", "survival"}
+    wrong = []
+    for name, tree in modules().items():
+        for target in imports(tree):
+            parts = target.split(".")
+            engine = target.startswith("torchspec.rollout.vllm.engine") and "rollout.vllm" not in name
+            rule = parts[:3] == ["torchspec", "speculation", "budgets"] and parts[3] not in shared
+            if (engine or rule) and not name.endswith(".registry"):
+                wrong.append(f"{name} imports {target}")
+    assert not wrong
+
+
 def test_import_torchspec_is_cheap() -> None:
     code = (
         "import sys, torchspec, torchspec.config.schema, torchspec.records, torchspec.config.load;"

@@ -9,14 +9,22 @@ import numpy as np
 import pytest
 
 from torchspec.commands.replay import replay, replay_command
+from torchspec.config.schema import Budget as BudgetConfig
 from torchspec.errors import ConfigError
 from torchspec.records import Rollout, SpecStats
 from torchspec.rollout.files import read_rollouts, write_rollouts
-from torchspec.speculation.budget import Budget, CostTable
+from torchspec.speculation.budgets.base import BudgetRule, BudgetState
+from torchspec.speculation.budgets.registry import build_rule
+from torchspec.speculation.budgets.survival import Survival
+from torchspec.speculation.cost_table import CostTable
 from torchspec.speculation.suffix.drafter import Drafts, SuffixDrafter
 
 ROOT = Path(__file__).parents[2]
 COST = CostTable.linear(0.008, 0.0246e-3)
+
+
+def rule(name: str, cost: CostTable = COST, max_draft: int = 32, **settings) -> BudgetRule:
+    return build_rule(BudgetConfig(rule=name, **settings), cost, max_draft)
 
 
 def rollout(tokens: list[int], problem: str = "p", sample: int = 0, version: int = 0, **fields) -> Rollout:
@@ -66,7 +74,7 @@ class Scripted:
 def test_rounds_tokens_and_times_by_hand():
     """7 | 5 5 5 | 5 5 9 | 8: drafts of 5 5 accept 2, 2, 0 tokens; the end leaves room for one draft token less."""
     drafter = Scripted([5, 5])
-    report = replay([rollout([7, 5, 5, 5, 5, 5, 9, 8])], drafter, Budget("fixed", COST, fixed_tokens=2), 1)
+    report = replay([rollout([7, 5, 5, 5, 5, 5, 9, 8])], drafter, rule("fixed", COST, fixed_tokens=2), 1)
     assert drafter.finished == [[7, 5, 5, 5, 5, 5, 9, 8]]
     assert report.rounds == 3
     assert report.tokens == 7
@@ -86,7 +94,7 @@ def test_all_is_replayed_at_any_batch_size_and_without_drafts_nothing_is_gained(
     for batch in (1, 3, 64):
         for policy in ("off", "fixed", "unlimited", "das", "das_closed", "price"):
             drafter = Scripted([0, 1, 2])
-            report = replay(recorded, drafter, Budget(policy, COST, max_draft=8), batch)
+            report = replay(recorded, drafter, rule(policy, COST, max_draft=8), batch)
             assert sorted(drafter.finished) == sorted(r.tokens for r in recorded if r.tokens)
             assert report.tokens == sum(max(len(r.tokens) - 1, 0) for r in recorded)
             if policy == "off":
@@ -102,7 +110,7 @@ def test_acceptance_has_the_law_of_the_verifier():
     tokens = rng.choice(3, size=6_000, p=p)
     recorded = [rollout(tokens.tolist(), logprobs=np.log(p[tokens]).tolist())]
     for token in range(3):
-        report = replay(recorded, Scripted([token]), Budget("fixed", COST, fixed_tokens=1), 1)
+        report = replay(recorded, Scripted([token]), rule("fixed", COST, fixed_tokens=1), 1)
         rate = report.spec.accepted[0] / report.spec.drafted[0]
         assert rate == pytest.approx(p[token], abs=4 * np.sqrt(p[token] / report.rounds))
     assert report.ceilings[0] == pytest.approx((p**2).sum(), abs=0.01)
@@ -111,12 +119,12 @@ def test_acceptance_has_the_law_of_the_verifier():
 def test_the_off_switch_drops_drafts_that_do_not_pay():
     dear = CostTable.linear(1e-6, 1.0)
     recorded = [rollout([5] * 20)]
-    off = replay(recorded, Scripted([5]), Budget("fixed", dear), 1)
+    off = replay(recorded, Scripted([5]), rule("fixed", dear), 1)
     assert off.spec.steps == 0
     assert off.rounds == 19
     assert off.skipped == 18  # the last step has no room for a draft
     assert off.speed_up == pytest.approx(1.0)
-    on = replay(recorded, Scripted([6]), Budget("fixed", dear), 1, off_switch=False)
+    on = replay(recorded, Scripted([6]), rule("fixed", dear), 1, off_switch=False)
     assert on.speed_up < 0.6
 
 
@@ -125,8 +133,8 @@ def test_history_makes_the_second_epoch_faster():
     answers = [rng.integers(0, 50, 60).tolist() for _ in range(4)]
     first = [rollout(a, f"p{i}", 0, 0) for i, a in enumerate(answers)]
     second = [rollout(a, f"p{i}", 0, 1) for i, a in enumerate(answers)]
-    cold = replay(first, SuffixDrafter(), Budget("price", COST), 4)
-    both = replay(first + second, SuffixDrafter(), Budget("price", COST), 4)
+    cold = replay(first, SuffixDrafter(), rule("price", COST), 4)
+    both = replay(first + second, SuffixDrafter(), rule("price", COST), 4)
     assert cold.accepted_per_round < 0.2
     assert sum(both.spec.accepted) - sum(cold.spec.accepted) > 0.8 * 4 * 60 * 0.9
     assert both.speed_up > 1.5
@@ -222,11 +230,13 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path):
 def test_the_budget_knows_how_many_wait() -> None:
     waiting = []
 
-    class Watching(Budget):
+    class Watching(BudgetRule):
         def allow(self, step):
             waiting.append(step.waiting)
             return super().allow(step)
 
     rollouts = [rollout([5, 6, 7], sample=i) for i in range(5)]
-    replay(rollouts, Scripted([]), Watching("price", COST, max_draft=2), batch=2)
+    replay(
+        rollouts, Scripted([]), Watching(BudgetConfig(), BudgetState(COST, Survival(256, 1024)), 2), batch=2
+    )
     assert waiting == [3, 3, 1, 1, 0, 0]

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from torchspec.config.schema import Config
 from torchspec.errors import GuardStop
 from torchspec.records import Rollout
-from torchspec.speculation.budget import CostTable
+from torchspec.speculation.budgets.base import Allowance
+from torchspec.speculation.cost_table import CostTable
 from torchspec.speculation.lengths import LengthStats
-from torchspec.speculation.speculator import MODEL, PATIENCE, PROBES, REST, SUFFIX, Speculator
+from torchspec.speculation.model_gate import PATIENCE, PROBES, REST
+from torchspec.speculation.speculator import MODEL, SUFFIX, Speculator
 from torchspec.speculation.suffix.drafter import SuffixDrafter
 
 FREE = CostTable.linear(1.0, 0.0)
@@ -31,7 +33,7 @@ def make(drafter: str, cost: CostTable = FREE, policy: str = "price", tokens: in
     config.suffix.max_draft = 8
     config.budget.rule = policy
     speculator = Speculator(config, LengthStats(default=30), cost)
-    speculator._probes = ()
+    speculator.gate.probes = ()
     return speculator
 
 
@@ -63,7 +65,7 @@ def test_without_history_the_model_drafts_and_with_it_the_suffix_drafter() -> No
     assert step(speculator, ["0"], [TEXT[:1]]) == [[99] * 4]
     speculator.end("0")
     speculator.learn(0, [rollout(sample=s) for s in range(8)])
-    speculator._probes = ()
+    speculator.gate.probes = ()
     speculator.begin("1", "p", PROMPT, 100)
     assert step(speculator, ["1"], [TEXT[:1]]) == [TEXT[1:9]]
     assert speculator.plan(["1"]).passes == 0
@@ -72,7 +74,7 @@ def test_without_history_the_model_drafts_and_with_it_the_suffix_drafter() -> No
 def test_the_suffix_drafter_goes_on_behind_the_models_chain() -> None:
     speculator = make("hybrid")
     speculator.learn(0, [rollout(sample=s) for s in range(8)])
-    speculator._probes = (1,)  # the model drafts
+    speculator.gate.probes = (1,)  # the model drafts
     speculator.begin("0", "p", PROMPT, 100)
     speculator.advance(["0"], [TEXT[:1]], [0], [0], 0.0)
     plan = speculator.plan(["0"])
@@ -86,7 +88,7 @@ def test_what_the_model_proposes_does_not_depend_on_its_tokens(chain) -> None:
     """The rule that losslessness rests on: the tokens are drawn after it is decided how many count."""
     speculator = make("hybrid", CostTable(tokens=[0, 10], batches=[1], seconds=[[1.0, 1.2]]))
     speculator.learn(0, [rollout()])
-    speculator._probes = (1,)
+    speculator.gate.probes = (1,)
     speculator.begin("0", "p", PROMPT, 100)
     speculator.advance(["0"], [TEXT[:1]], [0], [0], 0.0)
     plan = speculator.plan(["0"])
@@ -123,7 +125,7 @@ def test_a_model_that_is_not_worth_its_time_is_left_out_for_a_while() -> None:
     for iteration in range(10):
         for name, one in (("dear", dear), ("cheap", cheap)):
             one.learn(iteration, [])
-            one._probes = ()
+            one.gate.probes = ()
             one.begin("0", "p", PROMPT, 100)
             used[name].append(one.plan(["0"]).passes is not None)
             one.end("0")
@@ -135,7 +137,7 @@ def test_a_model_that_is_not_worth_its_time_is_left_out_for_a_while() -> None:
 def test_nothing_is_proposed_where_tokens_cost_as_much_as_steps(drafter) -> None:
     speculator = make(drafter, CostTable(tokens=[0, 10], batches=[1], seconds=[[0.0, 10.0]]))
     speculator.learn(0, [rollout()])
-    speculator._probes = ()
+    speculator.gate.probes = ()
     speculator.begin("0", "p", PROMPT, 100)
     assert step(speculator, ["0"], [TEXT[:1]]) == [[]]
 
@@ -145,21 +147,21 @@ def test_acceptances_are_counted_by_drafter_class_and_position() -> None:
     speculator.learn(0, [rollout(sample=s) for s in range(8)])
     speculator.begin("0", "p", PROMPT, 100)
     speculator.advance(["0"], [TEXT[:1]], [0], [0], 0.0)
-    speculator._probes = (1,)  # 4 tokens of the model, 4 behind them
+    speculator.gate.probes = (1,)  # 4 tokens of the model, 4 behind them
     speculator.complete(speculator.plan(["0"]), [TEXT[1:5]])
     speculator.advance(["0"], [TEXT[1:8]], [8], [6], 0.0)
-    tally = speculator.take_tally()
-    model, suffix = tally.drafters[MODEL], tally.drafters[SUFFIX]
+    stats = speculator.drain_stats()
+    model, suffix = stats.drafters[MODEL], stats.drafters[SUFFIX]
     assert (model.steps, model.drafted, model.accepted) == (1, [1] * 4, [1] * 4)
     assert suffix.drafted == [0] * 4 + [1] * 4
     assert suffix.accepted == [0] * 4 + [1, 1, 0, 0]
-    assert tally.classes["medium"].drafted == [1] * 8
-    assert tally.classes["medium"].tau == 7
-    assert speculator.take_tally().steps == 0
+    assert stats.classes["medium"].drafted == [1] * 8
+    assert stats.classes["medium"].tau == 7
+    assert speculator.drain_stats().steps == 0
     # What the scheduler cut off was not tried.
     speculator.complete(speculator.plan(["0"]), None)
     speculator.advance(["0"], [[99]], [2], [0], 0.0)
-    assert speculator.take_tally().drafters[SUFFIX].drafted == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert speculator.drain_stats().drafters[SUFFIX].drafted == [1, 1, 0, 0, 0, 0, 0, 0]
     with pytest.raises(GuardStop, match="3 draft tokens were verified, proposed were 0"):
         speculator.advance(["0"], [[99]], [3], [0], 0.0)
 
@@ -175,7 +177,8 @@ def test_the_models_acceptance_is_learned_by_position_and_request() -> None:
         hits = [0, tested[1]]
         speculator.advance(["bad", "good"], [[1], [1] * (hits[1] + 1)], tested, hits, 0.0)
     requests = [speculator._requests[r] for r in ("bad", "good")]
-    paths, _ = speculator._model_paths(requests, np.array([4, 4]), np.zeros(2))
+    allowance = Allowance(limits=np.array([4, 4]), floors=np.zeros(2), weights=np.full(2, 0.5))
+    paths, _ = speculator._model_paths(requests, allowance)
     assert paths[0, 0] < 0.15
     assert paths[1, 0] > 0.5
 
@@ -185,7 +188,7 @@ def test_the_order_of_a_batch_does_not_matter() -> None:
     found = []
     for order in (1, -1):
         speculator, rng = make("hybrid"), random.Random(0)
-        speculator._probes = range(2, 9)
+        speculator.gate.probes = range(2, 9)
         speculator.learn(0, [rollout(p, s, rng.choices(range(6), k=40)) for p in "ab" for s in range(3)])
         ids = ["0", "1", "2"]
         for i, own in enumerate(ids):
@@ -217,7 +220,7 @@ def test_the_order_of_a_batch_does_not_matter() -> None:
 def test_no_draft_is_longer_than_what_may_come(policy, drafter, rooms, probes) -> None:
     speculator = make(drafter, CostTable.linear(1.0, 0.01), policy)
     speculator.learn(0, [rollout(sample=s) for s in range(4)])
-    speculator._probes = probes
+    speculator.gate.probes = probes
     ids = [str(i) for i in range(len(rooms))]
     for own, room in zip(ids, rooms):
         speculator.begin(own, "p", PROMPT, room)
@@ -229,7 +232,7 @@ def test_no_draft_is_longer_than_what_may_come(policy, drafter, rooms, probes) -
 def test_state_is_plain_and_complete() -> None:
     one = make("hybrid")
     one.learn(0, [rollout(sample=s) for s in range(4)])
-    one._probes = ()
+    one.gate.probes = ()
     one.begin("0", "p", PROMPT, 100)
     step(one, ["0"], [TEXT[:1]])
     one.end("0")
@@ -237,12 +240,12 @@ def test_state_is_plain_and_complete() -> None:
     json.dumps(state, default=lambda array: {"array": np.asarray(array).tolist()})
     two = make("hybrid", CostTable.linear(2.0, 1.0))
     two.load_state_dict(copy.deepcopy(state))
-    assert two.budget.cost == one.budget.cost
-    two._probes = ()
+    assert two.budget.state.cost == one.budget.state.cost
+    two.gate.probes = ()
     for speculator in (one, two):
         speculator.begin("1", "p", PROMPT, 100)
     assert step(one, ["1"], [TEXT[:1]]) == step(two, ["1"], [TEXT[:1]]) == [TEXT[1:9]]
-    assert two.window_bytes == one.window_bytes > 0
+    assert two.drain_stats().window_bytes == one.drain_stats().window_bytes > 0
     assert two.suffix is not None
     assert two.suffix.generations("p") == [0]
     with pytest.raises(ValueError, match="requests are running"):
@@ -302,7 +305,7 @@ def test_a_step_in_which_all_read_their_prompts_counts_nothing() -> None:
     speculator = make("model")
     assert speculator.plan([]).ids == []
     speculator.advance([], [], [], [], 1.0)  # was a division by zero: long prompts take several steps
-    assert speculator.take_tally().seconds == 0
+    assert speculator.drain_stats().seconds == 0
 
 
 @pytest.mark.parametrize("drafter", ["model", "hybrid"])
@@ -317,7 +320,7 @@ def test_an_evaluation_teaches_nothing(drafter) -> None:
         speculator.end("0")
         assert speculator.state_dict()["steps"] != before["steps"]
     np.testing.assert_equal(speculator.state_dict(), before)
-    assert speculator.take_tally().steps == 0
+    assert speculator.drain_stats().steps == 0
 
 
 def test_a_draft_that_is_off_is_not_run() -> None:
@@ -330,19 +333,19 @@ def test_a_draft_that_is_off_is_not_run() -> None:
 def test_a_draft_that_is_not_worth_it_rests_within_an_iteration_too() -> None:
     cost = CostTable(tokens=[0, 10], batches=[1], seconds=[[1.0, 1.0]], draft=[[3.0, 0.01]])
     speculator = make("hybrid", cost)
-    speculator._probes = PROBES
+    speculator.gate.probes = PROBES
     speculator.begin("0", "p", PROMPT, 100)
     used = []
     for _ in range(40):
         step(speculator, ["0"], [[7]])
-        used.append(speculator._with_model)
+        used.append(speculator.gate.is_open)
     assert used == [True] * (PATIENCE - 1) + [False] * (41 - PATIENCE)
     speculator.end("0")
     for iteration in range(REST):
         speculator.learn(iteration, [])
-        assert not speculator._with_model
+        assert not speculator.gate.is_open
     speculator.learn(REST, [])
-    assert speculator._with_model
+    assert speculator.gate.is_open
 
 
 def test_a_plan_asks_for_chains_only_of_a_model_that_runs() -> None:
@@ -377,20 +380,20 @@ def test_a_draft_that_pays_in_the_tail_only_pauses_before_it(caplog) -> None:
         for own in [own for own, length in lengths.items() if length == done]:
             speculator.end(own)
         step(speculator, running, [[7]] * len(running))
-        used.setdefault(len(running), []).append(speculator._with_model)
+        used.setdefault(len(running), []).append(speculator.gate.is_open)
     assert used[64] == [True] * (PATIENCE - 1) + [False] * (40 - PATIENCE)
     assert not any(any(used[n]) for n in range(33, 64))
     assert all(used[32])  # half of them are done
     assert used[1] == [True] * 498
     speculator.end("63")
     speculator.learn(0, [])
-    assert speculator._with_model
+    assert speculator.gate.is_open
     assert "it rests" not in caplog.text
 
 
 def test_a_resting_draft_is_said(caplog) -> None:
     speculator = make("model")
-    speculator._worth = -1.0  # an iteration's gains less its costs
+    speculator.gate.worth = -1.0  # an iteration's gains less its costs
     speculator.learn(0, [])
     assert "the draft model costs more time than it saves" in caplog.text
     speculator.begin("0", "p", PROMPT, 100)

@@ -13,6 +13,7 @@ import numpy as np
 
 from torchspec.build import base_folder, load_tokenizer, sampling_of
 from torchspec.checkpoint.run_folder import git_commit, installed_versions
+from torchspec.checkpoint.writable import check_writable
 from torchspec.config.schema import Config, longest_draft
 from torchspec.data.problems import load_problems
 from torchspec.data.prompts import encode_prompts
@@ -20,8 +21,8 @@ from torchspec.distributed.mesh import Mesh
 from torchspec.errors import ConfigError
 from torchspec.models.spec import PolicySpec
 from torchspec.records import Rollout, SpecStats
-from torchspec.rollout.engine import Request
-from torchspec.rollout.vllm.engine import VllmEngine
+from torchspec.rollout.engine import Request, SpeculatingEngine
+from torchspec.rollout.registry import build_engine, check_engine
 from torchspec.speculation.lengths import LengthStats
 from torchspec.speculation.speculator import Speculator
 
@@ -93,29 +94,40 @@ def bench(
     if mesh.world_size > 1:
         raise ConfigError("rollout.py bench runs as one process; start it without torchrun")
     folder = base_folder(config, mesh)
-    tokenizer = load_tokenizer(folder, PolicySpec.from_hf(folder, config.model.max_len))
+    spec = PolicySpec.from_hf(folder, config.model.max_len)
+    check_engine(config, mesh.device.type, spec)
+    tokenizer = load_tokenizer(folder, spec)
     prompts = encode_prompts(tokenizer, problems, config.model.max_len - config.rollout.max_new_tokens)
     requests = [
         Request(problem_id=p.id, prompt_tokens=tokens, samples=config.rollout.samples_per_problem)
         for p, tokens in zip(problems, prompts)
     ]
     config = _with_drafter(config, "hybrid" if draft else "suffix")
-    engine = VllmEngine(config, folder, draft, seed=config.run.seed, device_type=mesh.device.type)
-    if engine.cost:
-        engine.cost.save(out / "cost.json")
+    engine = build_engine(
+        config,
+        policy_folder=folder,
+        draft_folder=draft,
+        seed=config.run.seed,
+        device_type=mesh.device.type,
+    )
+    if not isinstance(engine, SpeculatingEngine):
+        raise ConfigError(
+            f"rollout.engine = {config.rollout.engine!r} cannot change its drafter; bench needs that"
+        )
+    engine.save_costs(out / "cost.json")
     speculators = {mode: _speculator(config, mode, engine, epochs) for mode in modes}
     print(HEADER)
     rows: list[Row] = []
     for epoch in range(1, epochs + 1):
         tokens: dict[str, list[list[int]]] = {}
-        made = []
+        epoch_rows = []
         for turn in range(len(modes)):
             mode = modes[(turn + epoch) % len(modes)]  # nobody is always first
             row, rollouts = _epoch(config, engine, speculators[mode], requests, epoch, mode, greedy_check)
-            made.append(row)
+            epoch_rows.append(row)
             tokens[mode] = [r.tokens for r in rollouts]
-        off = next((row for row in made if row.mode == "off"), None)
-        for row in sorted(made, key=lambda row: modes.index(row.mode)):
+        off = next((row for row in epoch_rows if row.mode == "off"), None)
+        for row in sorted(epoch_rows, key=lambda row: modes.index(row.mode)):
             if off:
                 ratios = (row.tokens_per_s / off.tokens_per_s, row.tokens_per_cpu_s / off.tokens_per_cpu_s)
                 row = dataclasses.replace(row, ratio=ratios[0], cpu_ratio=ratios[1])
@@ -160,6 +172,9 @@ def _check(modes: list[str], draft: Path | None, epochs: int, out: Path) -> None
         raise ConfigError("--epochs must be at least 1")
     if not out.resolve().parent.is_dir():
         raise ConfigError(f"--out {out}: its parent folder does not exist")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: a file; give a folder")
+    check_writable(out / "bench.json", "--out")
     out.mkdir(exist_ok=True)
 
 
@@ -169,7 +184,7 @@ def _with_drafter(config: Config, drafter: Any) -> Config:
     return config
 
 
-def _speculator(config: Config, mode: str, engine: VllmEngine, epochs: int) -> Speculator | None:
+def _speculator(config: Config, mode: str, engine: SpeculatingEngine, epochs: int) -> Speculator | None:
     if mode == "off":
         return None
     lengths = LengthStats(default=config.rollout.max_new_tokens)
@@ -178,7 +193,7 @@ def _speculator(config: Config, mode: str, engine: VllmEngine, epochs: int) -> S
 
 def _epoch(
     config: Config,
-    engine: VllmEngine,
+    engine: SpeculatingEngine,
     speculator: Speculator | None,
     requests: list[Request],
     epoch: int,
@@ -216,7 +231,7 @@ def _epoch(
     return row, rollouts
 
 
-def _write(out: Path, config: Config, engine: VllmEngine, rows: list[Row]) -> None:
+def _write(out: Path, config: Config, engine: SpeculatingEngine, rows: list[Row]) -> None:
     facts = {
         "commit": git_commit(),
         "versions": installed_versions(),

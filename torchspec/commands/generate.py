@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchspec.build import base_folder, load_tokenizer, sampling_of, score
+from torchspec.checkpoint.writable import check_writable
 from torchspec.config.schema import Config, longest_draft
 from torchspec.data.problems import load_problems
 from torchspec.data.prompts import encode_prompts
@@ -15,14 +16,14 @@ from torchspec.records import SpecStats
 from torchspec.rewards.scorer import build_scorer
 from torchspec.rollout.engine import Request
 from torchspec.rollout.files import write_rollouts
-from torchspec.rollout.vllm.engine import VllmEngine
+from torchspec.rollout.registry import build_engine, check_engine
 
 
 def generate_file(config: Config, draft: Path | None, split: str, limit: int, out: Path) -> str:
-    """Answer the problems of a split with one engine; returns one line that sums it up.
+    """Answer the problems of a split with one engine; return one line that sums it up.
 
     Args:
-        draft: folder of an EAGLE-3 draft; None: no speculation.
+        draft: folder of a draft; None: no speculation.
         split: "train" or "eval".
         limit: at most so many problems; 0: all.
         out: the JSONL file to write.
@@ -32,6 +33,9 @@ def generate_file(config: Config, draft: Path | None, split: str, limit: int, ou
     """
     if not out.resolve().parent.is_dir():
         raise ConfigError(f"--out {out}: its folder does not exist")
+    if out.is_dir():
+        raise ConfigError(f"--out {out}: a folder; give the file to write")
+    check_writable(out, "--out")
     train, held_out = load_problems(config.data)
     problems = (held_out if split == "eval" else train)[: limit or None]
     if not problems:
@@ -44,10 +48,18 @@ def generate_file(config: Config, draft: Path | None, split: str, limit: int, ou
     if mesh.world_size > 1:
         raise ConfigError("rollout.py generate runs as one process; start it without torchrun")
     folder = base_folder(config, mesh)
-    tokenizer = load_tokenizer(folder, PolicySpec.from_hf(folder, config.model.max_len))
+    spec = PolicySpec.from_hf(folder, config.model.max_len)
+    check_engine(config, mesh.device.type, spec)
+    tokenizer = load_tokenizer(folder, spec)
     settings = config.rollout
     prompts = encode_prompts(tokenizer, problems, config.model.max_len - settings.max_new_tokens)
-    engine = VllmEngine(config, folder, draft, seed=config.run.seed, device_type=mesh.device.type)
+    engine = build_engine(
+        config,
+        policy_folder=folder,
+        draft_folder=draft,
+        seed=config.run.seed,
+        device_type=mesh.device.type,
+    )
     rollouts = engine.generate(
         [
             Request(problem_id=p.id, prompt_tokens=tokens, samples=settings.samples_per_problem)

@@ -21,10 +21,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from torchspec.config.schema import Budget as BudgetConfig
 from torchspec.errors import ConfigError
 from torchspec.records import Rollout, SpecStats
 from torchspec.rollout.files import read_rollouts
-from torchspec.speculation.budget import Budget, CostTable, Step
+from torchspec.speculation.budgets.base import BudgetRule, Step
+from torchspec.speculation.budgets.registry import build_rule, rule_class
+from torchspec.speculation.cost_table import CostTable
 from torchspec.speculation.lengths import LengthStats
 
 if TYPE_CHECKING:  # importing the suffix drafter imports numba
@@ -92,7 +95,7 @@ class _Running:
 
 
 def replay(
-    rollouts: Sequence[Rollout], drafter: Drafter, budget: Budget, batch: int, *, off_switch: bool = True
+    rollouts: Sequence[Rollout], drafter: Drafter, budget: BudgetRule, batch: int, *, off_switch: bool = True
 ) -> Report:
     """Decode recorded rollouts again, `batch` at a time, iteration (policy version) after iteration.
 
@@ -109,7 +112,7 @@ def replay(
         recorded = list(group)
         drafter.begin_iteration(iteration)
         _decode(recorded, drafter, budget, batch, longest, stats, report, off_switch)
-        report.seconds_off += _seconds_off([len(r.tokens) - 1 for r in recorded], batch, budget.cost)
+        report.seconds_off += _seconds_off([len(r.tokens) - 1 for r in recorded], batch, budget.state.cost)
         begin = time.perf_counter()
         drafter.add_rollouts(iteration, recorded)
         report.draft_seconds += time.perf_counter() - begin
@@ -121,7 +124,7 @@ def replay(
 def _decode(
     recorded: list[Rollout],
     drafter: Drafter,
-    budget: Budget,
+    budget: BudgetRule,
     batch: int,
     longest: int,
     stats: LengthStats,
@@ -142,14 +145,14 @@ def _decode(
             _verify(active, drafter, budget, longest, stats, report, off_switch, len(waiting))
         for one in [r for r in running if r.done == len(r.rollout.tokens)]:
             drafter.stop(one.id)
-            budget.finished(one.expected, one.done)
+            budget.state.survival.observe(one.expected, one.done)
             running.remove(one)
 
 
 def _verify(
     active: list[_Running],
     drafter: Drafter,
-    budget: Budget,
+    budget: BudgetRule,
     longest: int,
     stats: LengthStats,
     report: Report,
@@ -173,7 +176,11 @@ def _verify(
     sums = np.concatenate([[0.0], np.cumsum(drafts.probs, dtype=np.float64)])
     expected = sums[drafts.starts[1:]] - sums[drafts.starts[:-1]]
     proposals = drafts.lists()
-    if off_switch and drafts.tokens.size and budget.gain(allowance.weights, expected, drafts.tokens.size) < 1:
+    if (
+        off_switch
+        and drafts.tokens.size
+        and budget.state.gain(allowance.weights, expected, drafts.tokens.size) < 1
+    ):
         proposals = [[] for _ in active]
         report.skipped += 1
     emitted, accepted = [], 0
@@ -191,8 +198,8 @@ def _verify(
         one.done += len(emitted[-1])
     drafted = sum(map(len, proposals))
     batch, tokens = len(active), sum(map(len, emitted))
-    seconds = budget.cost(batch + drafted, batch)
-    budget.observe(drafted, accepted, batch, budget.cost(batch, batch) * tokens / batch, seconds)
+    seconds = budget.state.cost(batch + drafted, batch)
+    budget.state.observe(drafted, accepted, batch, budget.state.cost(batch, batch) * tokens / batch, seconds)
     report.rounds += batch
     report.tokens += tokens
     report.seconds += seconds
@@ -222,10 +229,10 @@ HEADER = (
 )
 
 
-def row(policy: str, batch: int, report: Report) -> str:
+def row(rule: str, batch: int, report: Report) -> str:
     drafted = sum(report.spec.drafted)
     return (
-        f"{policy:<12}{batch:>6}{report.accepted_per_round:>16.3f}{report.spec.tau:>7.2f}"
+        f"{rule:<12}{batch:>6}{report.accepted_per_round:>16.3f}{report.spec.tau:>7.2f}"
         f"{report.drafted_per_round:>15.2f}{sum(report.spec.accepted) / max(drafted, 1):>12.1%}"
         f"{report.speed_up:>9.2f}x{report.draft_seconds / max(report.tokens, 1) * 1e6:>16.1f}{report.skipped:>6}"
     )
@@ -240,7 +247,7 @@ def replay_command(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="rollout.py replay", allow_abbrev=False)
     parser.add_argument("files", nargs="+", type=Path, help="JSONL of `rollout.py generate` or of a run")
     parser.add_argument("--drafter", default="suffix", help="suffix")
-    parser.add_argument("--budget", default="off,fixed,das,price", help="policies, comma-separated")
+    parser.add_argument("--budget", default="off,fixed,das,price", help="rules, comma-separated")
     parser.add_argument("--batch", default="1,8,32,128", help="requests at a time, comma-separated")
     parser.add_argument("--cost", type=Path, help="cost table (JSON); default: a 7B model on one H100")
     parser.add_argument("--max-draft", type=int, default=24)
@@ -264,13 +271,9 @@ def replay_command(argv: list[str]) -> None:
     if min(batches) < 1:
         raise ConfigError(f"--batch {options.batch}: positive numbers, comma-separated")
     cost = CostTable.load(options.cost) if options.cost else CostTable.linear(BASE_S, PER_TOKEN_S)
-    policies = options.budget.split(",")
-
-    def new_budget(policy: str) -> Budget:
-        return Budget(policy, cost, max_draft=options.max_draft, fixed_tokens=options.fixed_tokens)
-
-    for policy in policies:
-        new_budget(policy)  # unknown ones are refused before anything is read
+    rules = options.budget.split(",")
+    for name in rules:
+        rule_class(name, "--budget")  # unknown ones are refused before anything is read
     rollouts: list[Rollout] = []
     bad: list[str] = []
     for path in options.files:
@@ -288,15 +291,15 @@ def replay_command(argv: list[str]) -> None:
 
     print(HEADER)
     report = None
-    for policy in policies:
+    for name in rules:
+        settings = BudgetConfig(rule=name, fixed_tokens=options.fixed_tokens)
         for batch in batches:
             drafter = SuffixDrafter(
                 window=options.window, max_bytes=options.max_bytes, max_draft=options.max_draft
             )
-            report = replay(
-                rollouts, drafter, new_budget(policy), batch, off_switch=not options.no_off_switch
-            )
-            print(row(policy, batch, report), flush=True)
+            budget = build_rule(settings, cost, options.max_draft)
+            report = replay(rollouts, drafter, budget, batch, off_switch=not options.no_off_switch)
+            print(row(name, batch, report), flush=True)
     assert report
     print(
         f"{len(rollouts)} rollouts, {sum(len(r.tokens) for r in rollouts)} tokens; ceiling of a draft that is a "

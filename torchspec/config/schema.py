@@ -171,6 +171,8 @@ class Rollout:
     """Nucleus sampling; 1: off."""
     top_k: int = key(0, low=0)
     """0: off."""
+    engine: str = "vllm"
+    """Who samples: a name of rollout/registry.py."""
     drafter: Literal["model", "suffix", "hybrid"] = "model"
     """Who proposes tokens: the draft model, the suffix drafter (see [suffix]), or for each request and step the one
     of them that is expected to save more. Without a draft, "model" means no speculation."""
@@ -214,8 +216,9 @@ class Suffix:
 class Budget:
     """How much of a draft is verified (docs/speculation.md)."""
 
-    rule: Literal["off", "fixed", "unlimited", "das", "das_closed", "price"] = "price"
-    """price: tokens that are expected to save more time than they cost, by a table measured at the start."""
+    rule: str = "price"
+    """off, fixed, unlimited, das, das_closed, price, or a rule of your own (speculation/budgets/registry.py).
+    price: tokens that are expected to save more time than they cost, by a table measured at the start."""
     fixed_tokens: int = key(4, low=0)
     """fixed: draft tokens of every request and step."""
     class_tokens: list[int] = field(default_factory=lambda: [0, 8, 24])

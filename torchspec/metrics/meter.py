@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchspec.distributed.mesh import Mesh
 from torchspec.records import Rollout, SpecStats
-from torchspec.speculation.stats import Tally
+from torchspec.speculation.stats import SpeculationStats
 
 TOTAL = -1.0
 """In place of a count: report the sum itself. Sums of it over records and ranks stay negative."""
@@ -194,7 +194,7 @@ def farewell(folder: Path, plots: list[Path], num_draft_tokens: int, method: str
             "num_speculative_tokens": num_draft_tokens,
             "draft_sample_method": "probabilistic",
         }
-        # vLLM's CPU backend needs our mends (rollout/vllm_cpu.py) to sample rightly while speculating.
+        # vLLM's CPU backend needs our patches (rollout/vllm/cpu_patches.py) to sample rightly while speculating.
         lines.append(f"  on a GPU  ... --speculative-config '{json.dumps(spec)}'")
     return "\n".join(lines)
 
@@ -230,7 +230,7 @@ def rollout_metrics(rollouts: list[Rollout], meter: Meter, num_draft_tokens: int
         meter.mean(f"rollout/accept_{j}", accepted, drafted)
 
 
-def speculation_metrics(tally: Tally, window_bytes: int, meter: Meter) -> None:
+def speculation_metrics(tally: SpeculationStats, window_bytes: int, meter: Meter) -> None:
     """What the drafters did in one step's rollouts, and what it brought.
 
     `speculation/estimated`, `speculation/measured`: speed-up over plain decoding at the cost table's times, as

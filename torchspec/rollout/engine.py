@@ -1,15 +1,21 @@
-"""What the rest of torchspec knows of a rollout engine. Imports neither vLLM nor torch."""
+"""What the rest of torchspec knows of a rollout engine. Imports neither vLLM nor torch; see rollout/registry.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torchspec.records import Rollout
 
 if TYPE_CHECKING:
     import torch
+
+    from torchspec.speculation.cost_table import CostTable
+    from torchspec.speculation.speculator import Speculator
+    from torchspec.speculation.stats import SpeculationStats
 
     NamedWeights = Iterable[tuple[str, torch.Tensor]]
     """Pairs (Hugging Face name, full tensor)."""
@@ -75,6 +81,11 @@ class Engine(Protocol):
     policy_version: int
     draft_version: int
 
+    @property
+    def longest_draft(self) -> int:
+        """Most draft tokens of a request; 0 without speculation."""
+        ...
+
     def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
         """Answer every request; ordered by request, then by sample.
 
@@ -97,9 +108,9 @@ class Engine(Protocol):
         ...
 
     def resume(self) -> list[Rollout]:
-        """All answers of the last `generate`; those that were complete before a `restart` are not made again.
+        """Return all answers of the last `generate`; those that were complete before a `restart` are kept.
 
-        The others go on from what was sampled of them; with a seed, which samples the same again, they begin anew.
+        The others go on from what was sampled of them. With a seed they begin again, because it samples the same.
 
         Raises:
             EngineDied: it died again.
@@ -107,19 +118,31 @@ class Engine(Protocol):
         ...
 
     def learn(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
-        """Let drafters know what all engines made in an iteration."""
+        """Give the drafters what all engines sampled in an iteration."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What the drafters have learned, as plain values and arrays."""
+        """Return what the drafters have learned, as plain values and arrays."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` of an engine with the same config gave."""
         ...
 
+    def drain_stats(self) -> SpeculationStats | None:
+        """Return what speculation did since the last call; None without speculation."""
+        ...
+
+    def frozen_stats(self) -> AbstractContextManager[None]:
+        """Let what is drafted within teach nothing; does nothing without speculation."""
+        ...
+
+    def save_costs(self, path: Path) -> None:
+        """Write the measured cost table as JSON; does nothing where no table was needed."""
+        ...
+
     def shared_names(self) -> frozenset[str]:
-        """Names of draft weights that are the policy's own in this engine: never sent with the draft."""
+        """Return names of draft weights that are the policy's own in this engine: never sent with the draft."""
         ...
 
     def update(
@@ -150,4 +173,16 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything; the engine cannot be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class SpeculatingEngine(Engine, Protocol):
+    """An engine whose speculator can be changed while it runs, as `rollout.py bench` does."""
+
+    cost: CostTable | None
+    """Measured times; None where the budget rule needs none."""
+
+    def speculate(self, speculator: Speculator | None) -> None:
+        """Let `speculator` draft from now on; None: no drafts, at no cost."""
         ...

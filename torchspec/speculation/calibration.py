@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from torchspec.speculation.budget import CostTable
+from torchspec.speculation.cost_table import CostTable
 
 REPEATS = 5
 MOST_TOKENS = 512

@@ -1,7 +1,7 @@
-"""Decides, for every running request and verify step, which drafter proposes how many tokens.
+"""Decide, for every running request and verify step, which drafter proposes how many tokens.
 
-What an engine asks of it, in this order each step: `advance` with what was sampled, `plan`, then the draft
-model's tokens if the plan wants any, then `complete`. Knows no engine; `vllm_hook.py` is vLLM's.
+An engine calls, in this order each step: `advance` with what was sampled, `plan`, then the draft model if the
+plan wants its tokens, then `complete`. Nothing here knows an engine; rollout/vllm/adapter.py is vLLM's side.
 
 Losslessness rests on one rule: what decides whether a token of the draft *model* is proposed must not look at the
 token itself, because the rejection test compares it with the distribution it was drawn from (docs/speculation.md).
@@ -11,7 +11,6 @@ So the plan is made before the model drafts; what follows its chain may depend o
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,28 +21,20 @@ import numpy as np
 from torchspec.config.schema import Config, longest_draft
 from torchspec.errors import GuardStop
 from torchspec.records import Rollout
-from torchspec.speculation.budget import CLASSES, MEASURED, MEDIUM, Budget, CostTable, Step
+from torchspec.speculation.acceptance import AcceptanceEstimator
+from torchspec.speculation.budgets.base import Allowance, Step
+from torchspec.speculation.budgets.registry import build_rule, rule_class
+from torchspec.speculation.budgets.survival import MEDIUM
+from torchspec.speculation.cost_table import CostTable
 from torchspec.speculation.lengths import LengthStats
-from torchspec.speculation.plan import Plan
-from torchspec.speculation.stats import Counts, Tally
+from torchspec.speculation.model_gate import ModelGate
+from torchspec.speculation.plan import Choice, DraftPlan, Forecast
+from torchspec.speculation.stats import SpeculationStats, StatsRecorder
 
 if TYPE_CHECKING:  # importing the suffix drafter imports numba
     from torchspec.speculation.suffix.drafter import Drafts
 
-log = logging.getLogger(__name__)
-
 MODEL, SUFFIX = "model", "suffix"
-PROBES = tuple(2**i for i in range(24))
-"""Steps of an iteration, counted from 1, in which the draft model proposes all it may: its estimates follow it."""
-REST = 8
-"""Iterations that the draft model is left out for, after one in which it was not worth its time."""
-PATIENCE = 32
-"""Steps with about as many requests before it may be left out in those that follow with about as many."""
-EVIDENCE = 64.0
-"""Trials that a position's acceptance is worth at most when an iteration begins."""
-TRUST = 4.0
-"""Predicted acceptances of a request before its own record weighs as much as all requests'."""
-LARGEST_PROBABILITY = 0.999
 
 
 @dataclass(slots=True)
@@ -54,16 +45,18 @@ class _Request:
     expected: float
     generated: int = 0
     chain: int = 0
-    """Of the last draft: tokens of the draft model, and tokens of the suffix drafter behind them."""
+    """Tokens of the draft model in the last draft."""
     tail: int = 0
+    """Tokens of the suffix drafter behind them."""
     kind: int = MEDIUM
     predicted: float = 0.0
+    """Acceptances of the draft model's tokens that the record of all requests predicted."""
     accepted: float = 0.0
-    """Acceptances of the draft model's tokens: what all requests' record predicted, and what came."""
+    """Those that came."""
 
 
 class Speculator:
-    """One engine's drafters, budget and what they have learned; see the module.
+    """Hold one engine's drafters, budget and what they have learned; see the module.
 
     Everything it decides follows from what it is told and from the cost table, never from a clock: ranks that are
     told the same decide the same.
@@ -71,20 +64,23 @@ class Speculator:
     Args:
         config: rollout.drafter, rollout.num_draft_tokens, [suffix] and [budget].
         lengths: predicts how long a response will be; the caller lets it observe.
-        cost: the engine's times; needed by the policies in budget.MEASURED, others take tokens to be free.
+        cost: the engine's times; needed by rules with `needs_costs`; the other rules take tokens to be free.
         window: iterations the suffix drafter remembers.
     """
 
     def __init__(
         self, config: Config, lengths: LengthStats, cost: CostTable | None = None, window: int = 16
     ) -> None:
-        settings, suffix = config.budget, config.suffix
-        self.drafter = config.rollout.drafter
+        suffix = config.suffix
         self.longest = longest_draft(config)
-        self.model_tokens = 0 if self.drafter == SUFFIX else config.rollout.num_draft_tokens
+        """Most draft tokens of a request."""
+        self.model_tokens = 0 if config.rollout.drafter == SUFFIX else config.rollout.num_draft_tokens
         self.lengths = lengths
         self.suffix = None
-        if self.drafter != MODEL:
+        rule = rule_class(config.budget.rule)
+        if rule.needs_costs and cost is None:
+            raise ValueError(f"budget.rule = {config.budget.rule} needs a cost table")
+        if config.rollout.drafter != MODEL:
             from torchspec.speculation.suffix.drafter import SuffixDrafter, compile_all
 
             compile_all()
@@ -94,69 +90,35 @@ class Speculator:
                 recency=suffix.recency,
                 max_draft=suffix.max_draft,
             )
-        self.measured = settings.rule in MEASURED
-        if self.measured and cost is None:
-            raise ValueError(f"budget.rule = {settings.rule} needs a cost table")
-        short, medium, long = settings.class_tokens
-        self.budget = Budget(
-            settings.rule,
-            cost if self.measured and cost else CostTable.linear(1.0, 0.0),
-            max_draft=self.longest,
-            fixed_tokens=settings.fixed_tokens,
-            class_tokens=(short, medium, long),
-            short_below=settings.short_below,
-            long_from=settings.long_from,
-            capacity=settings.capacity,
-            focus=settings.focus,
-        )
+        costs = cost if rule.needs_costs and cost else CostTable.linear(1.0, 0.0)
+        self.budget = build_rule(config.budget, costs, self.longest)
+        self.acceptance = AcceptanceEstimator(self.model_tokens)
+        self.gate = ModelGate(self.model_tokens > 0 and rule.drafts)
+        drafters = {MODEL: self.model_tokens, SUFFIX: self.longest if self.suffix else 0}
+        self._recorder = StatsRecorder({name: n for name, n in drafters.items() if n}, self.longest)
         self._requests: dict[str, _Request] = {}
-        self._tried = np.ones(self.model_tokens)
-        self._accepted = np.full(self.model_tokens, 0.5)
-        self._probes = PROBES
-        self._step = 0
         self._waiting = 0
-        self._worth = 0.0
-        """Of the draft model in this iteration: log of the estimated gains with it over those without, summed."""
-        self._spell = 0, 0, 0.0
-        """Requests, step and worth at its beginning: steps in a row with about as many requests."""
-        self._rest = 0
-        """Iterations to go without it."""
         self._runs = False
-        self._last: tuple[set[str], float, float, float] | None = None
-        self._start_tally()
+        """Whether the draft model runs in the step that is planned."""
+        self._forecast = Forecast()
 
     def learn(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
-        """An iteration has ended: its rollouts, of all engines, are history from the next one on."""
+        """Take the rollouts of an iteration that ended, of all engines, as history for the next ones."""
         if self.suffix:
             self.suffix.add_rollouts(iteration, rollouts)
             self.suffix.begin_iteration(iteration + 1)
-        scale = np.minimum(1.0, EVIDENCE / self._tried)
-        self._tried *= scale
-        self._accepted *= scale
-        self._step = 0
-        self._rest = max(self._rest - 1, 0)
-        if self._worth < 0:
-            log.warning("the draft model costs more time than it saves; it rests for %d iterations", REST)
-            self._rest = REST
-        self._worth, self._spell = 0.0, (0, 0, 0.0)
-
-    @property
-    def _with_model(self) -> bool:
-        _, began, worth = self._spell
-        paused = self._step >= began + PATIENCE and self._worth < worth
-        return self.model_tokens > 0 and not self._rest and not paused and self.budget.policy != "off"
-
-    @property
-    def window_bytes(self) -> int:
-        return self.suffix.history_bytes if self.suffix else 0
+        self.acceptance.forget()
+        self.gate.end_iteration()
 
     def set_queue_depth(self, count: int) -> None:
-        """So many requests will begin: while some of them wait, throughput counts, not who ends last."""
+        """Expect `count` requests: while some of them wait, throughput counts, not who ends last."""
         self._waiting = count
-        self._last = None  # of a step that is long over, or of an engine that has died
+        self._forecast = (
+            Forecast()
+        )  # the old one is of a step that is long over, or of an engine that has died
 
     def begin(self, request_id: str, problem_id: str, prompt_tokens: Sequence[int], room: int) -> None:
-        """A request starts; at most `room` tokens will come."""
+        """Start a request; at most `room` tokens will come."""
         self._waiting = max(self._waiting - 1, 0)
         known = self.lengths.of(problem_id)
         self._requests[request_id] = _Request(problem_id, room, known.p50 if known else float("nan"))
@@ -164,15 +126,15 @@ class Speculator:
             self.suffix.start(request_id, problem_id, prompt_tokens)
 
     def end(self, request_id: str, finished: bool = True) -> None:
-        """A request is done, or was lost: then its length says nothing."""
+        """Drop a request. Its length is recorded unless it was lost before it was finished."""
         request = self._requests.pop(request_id)
         if finished:
-            self.budget.finished(request.expected, request.generated)
+            self.budget.state.survival.observe(request.expected, request.generated)
         if self.suffix:
             self.suffix.stop(request_id)
 
     def room(self, request_id: str) -> int:
-        """Tokens that may still come."""
+        """Return how many tokens may still come."""
         request = self._requests[request_id]
         return request.room - request.generated
 
@@ -184,7 +146,7 @@ class Speculator:
         accepted: Sequence[int],
         seconds: float,
     ) -> None:
-        """A step has been sampled.
+        """Take what a step has sampled.
 
         Args:
             tokens: what each request got, cut behind its end.
@@ -197,68 +159,69 @@ class Speculator:
             if tested:
                 self._count(request, tested, hits)
             request.chain = request.tail = 0
-        self._tally.steps += 1
-        planned, plain, expected, predicted = self._last or (set(), 0.0, 0.0, 0.0)
-        if self.measured and request_ids and planned == set(request_ids):  # nobody joined
-            plain *= 1.0 + sum(accepted) / len(request_ids)
-            self._tally.plain_seconds += plain
-            self._tally.expected_seconds += expected
-            self._tally.predicted_seconds += predicted
-            self._tally.seconds += seconds
-        else:
-            plain = predicted = 0.0
-        self.budget.observe(sum(verified), sum(accepted), len(request_ids), plain, predicted)
+        stats, forecast, plain, predicted = self._recorder.total, self._forecast, 0.0, 0.0
+        stats.steps += 1
+        if self.budget.needs_costs and request_ids and forecast.ids == set(request_ids):  # nobody joined
+            plain = forecast.plain * (1.0 + sum(accepted) / len(request_ids))
+            predicted = forecast.predicted
+            stats.plain_seconds += plain
+            stats.expected_seconds += forecast.expected
+            stats.predicted_seconds += predicted
+            stats.seconds += seconds
+        self.budget.state.observe(sum(verified), sum(accepted), len(request_ids), plain, predicted)
         if self.suffix:
             self.suffix.advance(request_ids, tokens)
 
-    def plan(self, request_ids: Sequence[str]) -> Plan:
-        """Who drafts how much for these requests, the ones that go on."""
-        self._step += 1
-        emptied = not self._waiting and 2 * len(request_ids) <= self._spell[0]
-        if emptied or len(request_ids) >= 2 * self._spell[0]:
-            self._spell = len(request_ids), self._step - 1, self._worth
-        self._runs = self._with_model  # for the whole plan, which changes what it is worth
+    def plan(self, request_ids: Sequence[str]) -> DraftPlan:
+        """Decide who drafts how much for these requests, the ones that go on."""
+        self.gate.begin_step(len(request_ids), self._waiting)
+        self._runs = self.gate.is_open  # for the whole plan, which changes what the model is worth
         ids = list(request_ids)
         requests = [self._requests[i] for i in ids]
+        allowance = self.budget.allow(self._step_of(requests))
+        drafts, saved = None, np.zeros(len(ids))
+        if self.suffix:
+            drafts = self.suffix.propose(ids, allowance.limits, allowance.floors)
+            sums = np.concatenate([[0.0], np.cumsum(drafts.probs, dtype=np.float64)])
+            saved = sums[drafts.starts[1:]] - sums[drafts.starts[:-1]]
+        paths, need = self._model_paths(requests, allowance)
+        if self.gate.is_probe and need.any():
+            choice = Choice(int(need.max()), True, need, paths.sum(axis=1))
+        else:
+            choice = self._choose(allowance.weights, drafts, saved, paths, need)
+        lengths = np.zeros(len(ids), int) if drafts is None else drafts.lengths
+        chains = choice.chains
+        total = int(np.where(chains > 0, chains, lengths).sum()) if choice.used else 0
+        mean_saved = float(choice.expected.mean()) if choice.used and ids else 0.0
+        self._forecast = self._forecast_of(ids, total, choice.passes, mean_saved)
+        ends = np.concatenate([np.ones((len(ids), 1)), paths], axis=1)[np.arange(len(ids)), chains]
+        return DraftPlan(
+            ids=ids,
+            passes=choice.passes if self._runs else None,
+            chains=chains,
+            drafts=drafts,
+            rest=allowance.limits - chains,
+            floors=np.minimum(allowance.floors / np.maximum(ends, 1e-9), 1.0),
+            used=choice.used,
+        )
+
+    def _step_of(self, requests: list[_Request]) -> Step:
+        """Return what the budget rule sees of the requests; note the class of each."""
         generated = np.array([r.generated for r in requests], np.int64)
         expected = np.array([r.expected for r in requests], np.float64)
-        step = Step(
+        kinds = self.budget.state.survival.classes(expected, generated)
+        for request, kind in zip(requests, kinds.tolist()):
+            request.kind = kind
+        return Step(
             generated=generated,
             room=np.array([r.room for r in requests], np.int64) - generated,
             remaining=self.lengths.remaining([r.problem_id for r in requests], generated),
             expected=expected,
             waiting=self._waiting,
         )
-        for request, kind in zip(requests, self.budget.survival.classes(expected, generated).tolist()):
-            request.kind = kind
-        allowance = self.budget.allow(step)
-        drafts, saved = None, np.zeros(len(ids))
-        if self.suffix:
-            drafts = self.suffix.propose(ids, allowance.limits, allowance.floors)
-            sums = np.concatenate([[0.0], np.cumsum(drafts.probs, dtype=np.float64)])
-            saved = sums[drafts.starts[1:]] - sums[drafts.starts[:-1]]
-        paths, need = self._model_paths(requests, allowance.limits, allowance.floors)
-        if self._step in self._probes and need.any():
-            passes, used, expected_saved = int(need.max()), True, paths.sum(axis=1)
-            chains = need
-        else:
-            passes, used, chains, expected_saved = self._choose(allowance.weights, drafts, saved, paths, need)
-        lengths = np.zeros(len(ids), int) if drafts is None else drafts.lengths
-        total = int(np.where(chains > 0, chains, lengths).sum()) if used else 0
-        self._expect(ids, total, passes, float(expected_saved.mean()) if used and ids else 0.0)
-        ends = np.concatenate([np.ones((len(ids), 1)), paths], axis=1)[np.arange(len(ids)), chains]
-        return Plan(
-            ids=ids,
-            passes=passes if self._runs else None,
-            chains=chains,
-            drafts=drafts,
-            rest=allowance.limits - chains,
-            floors=np.minimum(allowance.floors / np.maximum(ends, 1e-9), 1.0),
-            used=used,
-        )
 
-    def complete(self, plan: Plan, chains: Sequence[Sequence[int]] | None) -> list[list[int]]:
-        """The drafts, by request; `chains` are the tokens the draft model proposed, plan.passes for each."""
+    def complete(self, plan: DraftPlan, chains: Sequence[Sequence[int]] | None) -> list[list[int]]:
+        """Return the drafts, by request; `chains` are the draft model's tokens, plan.passes for each request."""
         if not plan.used:
             return [[] for _ in plan.ids]
         out = plan.drafts.lists() if plan.drafts else [[] for _ in plan.ids]
@@ -281,93 +244,66 @@ class Speculator:
             request.tail = len(draft) - request.chain
         return out
 
-    def spend(self, host: float, model: float) -> None:
-        """Count wall time that drafting took."""
-        self._tally.host_seconds += host
-        self._tally.model_seconds += model
+    def record_time(self, host: float, model: float) -> None:
+        """Count the seconds that drafting took, on the host and in the draft model."""
+        self._recorder.total.host_seconds += host
+        self._recorder.total.model_seconds += model
 
-    def take_tally(self) -> Tally:
-        """What was done since the last call."""
-        tally = self._tally
-        tally.drafters = {name: counts.stats() for name, counts in self._by_drafter.items()}
-        tally.classes = {name: counts.stats() for name, counts in zip(CLASSES, self._by_class)}
-        self._start_tally()
-        return tally
+    def drain_stats(self) -> SpeculationStats:
+        """Return what was done since the last call."""
+        return self._recorder.drain(self.suffix.history_bytes if self.suffix else 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured and learned, as plain values and arrays; the lengths are their owner's."""
+        """Return what was measured and learned, as plain values and arrays; the lengths are their owner's."""
         return self._learned() | ({"suffix": self.suffix.state_dict()} if self.suffix else {})
 
     def _learned(self) -> dict[str, Any]:
-        return {
-            "budget": self.budget.state_dict(),
-            "tried": self._tried.copy(),
-            "accepted": self._accepted.copy(),
-            "steps": [self._step, self._rest],
-            "worth": self._worth,
-            "spell": self._spell,
-        }
+        budget = {"budget": self.budget.state.state_dict()}
+        return budget | self.acceptance.state_dict() | self.gate.state_dict()
 
     @contextmanager
     def frozen_stats(self) -> Generator[None]:
-        """What is drafted within teaches nothing: evaluations, a frozen draft. No request may run at either end."""
+        """Learn nothing from what is drafted within, as in an evaluation. No request may run at either end."""
         state = copy.deepcopy(self._learned())
         calibration = self.suffix.calibration() if self.suffix else None
         yield
-        self._learn_back(state)
+        self._load_learned(state)
         if self.suffix and calibration:
             self.suffix.load_calibration(calibration)
-        self.take_tally()
+        self.drain_stats()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._learn_back(state)
+        self._load_learned(state)
         if self.suffix:
             self.suffix.load_state_dict(state["suffix"])
 
-    def _learn_back(self, state: dict[str, Any]) -> None:
-        self.budget.load_state_dict(state["budget"])
-        self._tried[:], self._accepted[:] = state["tried"], state["accepted"]
-        self._step, self._rest = map(int, state["steps"])
-        self._worth, self._spell = float(state["worth"]), tuple(state["spell"])
-
-    def _start_tally(self) -> None:
-        self._by_drafter = {MODEL: Counts(self.model_tokens)} if self.model_tokens else {}
-        if self.suffix:
-            self._by_drafter[SUFFIX] = Counts(self.longest)
-        self._by_class = [Counts(self.longest) for _ in CLASSES]
-        self._tally = Tally(drafters={}, classes={})
+    def _load_learned(self, state: dict[str, Any]) -> None:
+        self.budget.state.load_state_dict(state["budget"])
+        self.acceptance.load_state_dict(state)
+        self.gate.load_state_dict(state)
 
     def _count(self, request: _Request, tested: int, hits: int) -> None:
         if tested > request.chain + request.tail:
             proposed = request.chain + request.tail
             raise GuardStop(f"{tested} draft tokens were verified, proposed were {proposed}: not lossless")
         chain = min(request.chain, tested)
-        self._by_class[request.kind].add(0, tested, hits)
+        self._recorder.by_class[request.kind].add(0, tested, hits)
         if self.suffix:
-            self._by_drafter[SUFFIX].add(chain, tested, hits)
+            self._recorder.by_drafter[SUFFIX].add(chain, tested, hits)
         if chain:
-            self._by_drafter[MODEL].add(0, chain, hits)
-            tried, agreed = min(hits + 1, chain), min(hits, chain)
-            request.predicted += float((self._accepted[:tried] / self._tried[:tried]).sum())
+            self._recorder.by_drafter[MODEL].add(0, chain, hits)
+            predicted, agreed = self.acceptance.observe(chain, hits)
+            request.predicted += predicted
             request.accepted += agreed
-            self._tried[:tried] += 1
-            self._accepted[:agreed] += 1
 
-    def _model_paths(
-        self, requests: list[_Request], limits: np.ndarray, floors: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Path probabilities of the draft model's tokens, float [B, K], and how many of them are allowed, [B].
-
-        By position, from what was accepted of all requests and of this one before: not from the tokens, which
-        are not drawn yet.
-        """
-        own = np.array([(r.accepted + TRUST) / (r.predicted + TRUST) for r in requests])
-        each = np.minimum(own[:, None] * (self._accepted / self._tried), LARGEST_PROBABILITY)
-        paths = np.cumprod(each, axis=1)
-        if self._step in self._probes:
-            floors = np.zeros_like(floors)
+    def _model_paths(self, requests: list[_Request], allowance: Allowance) -> tuple[np.ndarray, np.ndarray]:
+        """Return path probabilities of the draft model's tokens, [B, K], and how many of them are allowed, [B]."""
+        paths = self.acceptance.paths(
+            np.array([r.predicted for r in requests]), np.array([r.accepted for r in requests])
+        )
+        floors = np.zeros_like(allowance.floors) if self.gate.is_probe else allowance.floors
         allowed = (paths >= floors[:, None]).sum(axis=1) * self._runs
-        return paths, np.minimum(allowed, np.maximum(limits, 0))
+        return paths, np.minimum(allowed, np.maximum(allowance.limits, 0))
 
     def _choose(
         self,
@@ -376,44 +312,40 @@ class Speculator:
         saved: np.ndarray,
         paths: np.ndarray,
         need: np.ndarray,
-    ) -> tuple[int, bool, np.ndarray, np.ndarray]:
-        """The model's passes with the largest estimated gain; per request the drafter that saves more.
-
-        Returns:
-            passes, whether drafts are worth it at all, tokens [B] of the model, expected acceptances [B].
-        """
+    ) -> Choice:
+        """Choose the model's passes with the largest estimated gain, and per request the drafter that saves more."""
         batch, none = len(need), np.zeros(len(need), np.int64)
         if not batch:
-            return 0, False, none, np.zeros(0)
-        price, per_token = self.budget.prices(weights), self.budget.per_token(batch)
+            return Choice(0, False, none, np.zeros(0))
+        state = self.budget.state
+        price, per_token = state.prices(weights), state.per_token(batch)
         lengths = none if drafts is None else drafts.lengths
         suffix_score = price * saved - per_token * (lengths - saved)
-        reach = np.concatenate([np.zeros((batch, 1)), np.cumsum(paths, axis=1)], axis=1)
+        expected_hits = np.concatenate([np.zeros((batch, 1)), np.cumsum(paths, axis=1)], axis=1)
         sunk = self._drafting(0, batch)  # the first pass keeps the model's KV cache complete, wanted or not
-        gain, best = self.budget.gain(weights, none, 0, sunk), (0, False, none, np.zeros(batch))
+        gain, best = state.gain(weights, none, 0, sunk), Choice(0, False, none, np.zeros(batch))
         without_model = 1.0
         for passes in range(int(need.max(initial=0)) + 1):
             chains = np.minimum(need, passes)
-            model_saved = reach[np.arange(batch), chains]
+            model_saved = expected_hits[np.arange(batch), chains]
             score = price * model_saved - per_token * (chains - model_saved)
             by_model = (chains > 0) & ((lengths == 0) | (score > suffix_score))
             chains = np.where(by_model, chains, 0)
             expected = np.where(by_model, model_saved, saved)
             drafted = int(np.where(by_model, chains, lengths).sum())
             if passes == 0:
-                without_model = max(without_model, self.budget.gain(weights, expected, drafted))
-            estimate = self.budget.gain(weights, expected, drafted, self._drafting(passes, batch))
+                without_model = max(without_model, state.gain(weights, expected, drafted))
+            estimate = state.gain(weights, expected, drafted, self._drafting(passes, batch))
             if drafted and estimate > gain:
-                gain, best = estimate, (passes, True, chains, expected)
-        self._worth += float(np.log(gain / without_model))
+                gain, best = estimate, Choice(passes, True, chains, expected)
+        self.gate.worth += float(np.log(gain / without_model))
         return best
 
     def _drafting(self, passes: int, batch: int) -> float:
-        return self.budget.cost.drafting(passes, batch) if self._runs else 0.0
+        return self.budget.state.cost.drafting(passes, batch) if self._runs else 0.0
 
-    def _expect(self, ids: list[str], drafted: int, passes: int, saved: float) -> None:
-        """Note what this step should cost and bring, for the estimated speed-up."""
-        batch, cost = max(len(ids), 1), self.budget.cost
+    def _forecast_of(self, ids: list[str], drafted: int, passes: int, saved: float) -> Forecast:
+        batch, cost = max(len(ids), 1), self.budget.state.cost
         plain = cost(batch, batch)
         seconds = cost(batch + drafted, batch) + self._drafting(passes, batch)
-        self._last = set(ids), plain, plain * (1.0 + saved), seconds
+        return Forecast(frozenset(ids), plain, plain * (1.0 + saved), seconds)

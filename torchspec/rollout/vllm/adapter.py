@@ -109,7 +109,7 @@ class SpecDecodeAdapter:
         drafts: list[list[int]] = [[] for _ in rows]
         for row, draft in zip(at, self.speculator.complete(plan, chains)):
             drafts[row] = draft
-        self.speculator.spend(self._clock() - entered - model_seconds, model_seconds)
+        self.speculator.record_time(self._clock() - entered - model_seconds, model_seconds)
         return drafts
 
     def forget(self, lost: Collection[str] = ()) -> None:

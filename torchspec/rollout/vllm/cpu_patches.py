@@ -1,7 +1,7 @@
-"""Defects of vLLM on CPU that we meet, each mended only where a probe shows it.
+"""Patches for defects of vLLM on CPU; each is applied only where its probe finds the defect.
 
-Imports vLLM inside functions only. `tests/e2e/test_vllm_cpu_mends.py` runs every probe against the pristine
-library: when it fails because a probe finds nothing, upstream has mended it and the entry here can go.
+Imports vLLM inside functions only. `tests/e2e/test_vllm_cpu_patches.py` runs every probe against the pristine
+library: when it fails because a probe finds nothing, upstream has repaired it and the entry here can go.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Patch:
     seen_in: str
     """vLLM versions whose source has the defect."""
     effect: str
-    shows: Callable[[], bool]
+    is_needed: Callable[[], bool]
     """The probe: True where the defect is there."""
-    repair: Callable[[], None]
+    apply: Callable[[], None]
 
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -43,17 +43,17 @@ def check_head_dim(head_dim: int) -> None:
         )
 
 
-def mend() -> list[str]:
-    """Repair what the probes find, before an engine is built; returns the names of what was repaired.
+def apply_patches() -> list[str]:
+    """Apply the patches that are needed, before an engine is built; return their names.
 
     Raises:
-        RuntimeError: a repair that does not take; the engine must not be used.
+        RuntimeError: a patch has no effect; the engine must not be used.
     """
-    found = [entry for entry in MENDS if entry.shows()]
+    found = [entry for entry in PATCHES if entry.is_needed()]
     for entry in found:
-        entry.repair()
-        if entry.shows():
-            raise RuntimeError(f"vLLM on CPU: {entry.name} could not be repaired; effect: {entry.effect}")
+        entry.apply()
+        if entry.is_needed():
+            raise RuntimeError(f"vLLM on CPU: {entry.name} could not be patched; effect: {entry.effect}")
     return [entry.name for entry in found]
 
 
@@ -282,30 +282,30 @@ def _score_what_was_sampled() -> None:
     RejectionSampler._get_logprobs_tensors = _get_logprobs_tensors
 
 
-MENDS = (
+PATCHES = (
     Patch(
         name="expand_kernel writes to a copy",
         upstream="https://github.com/vllm-project/vllm/issues/55005 (fix: pull request 55006)",
         seen_in="0.26 to 0.33",
         effect="speculation with temperature, top_k or top_p samples from the wrong distribution",
-        shows=_expand_drops_its_result,
-        repair=_write_expanded,
+        is_needed=_expand_drops_its_result,
+        apply=_write_expanded,
     ),
     Patch(
         name="top-k of no rows",
         upstream="not reported",
         seen_in="0.32 to 0.33",
         effect="top_k with speculation dies at the first step without draft tokens",
-        shows=_top_k_fails_on_no_rows,
-        repair=_skip_no_rows,
+        is_needed=_top_k_fails_on_no_rows,
+        apply=_skip_no_rows,
     ),
     Patch(
         name="kernel overrides meet objects without a mapping for __dict__",
         upstream="not reported",
         seen_in="0.32 to 0.33",
         effect="once numba is imported, building an engine dies in _rebind_kernels",
-        shows=_rebind_fails_on_odd_objects,
-        repair=_read_only_mappings,
+        is_needed=_rebind_fails_on_odd_objects,
+        apply=_read_only_mappings,
     ),
     Patch(
         name="noise for recovered tokens",
@@ -313,15 +313,15 @@ MENDS = (
         seen_in="0.32 to 0.33",
         effect="a step with speculation draws B * V exponential numbers, twice where requests are seeded, before it "
         "knows what is rejected: with the next defect about 12 % of a small model's step without drafts",
-        shows=_draws_noise_for_nobody,
-        repair=_draw_where_rejected,
+        is_needed=_draws_noise_for_nobody,
+        apply=_draw_where_rejected,
     ),
     Patch(
         name="logprobs of padding",
         upstream="not reported (on accelerators it spares a synchronization)",
         seen_in="0.32 to 0.33",
         effect="logits of B * (longest draft + 1) positions are copied and normalised, accepted or not",
-        shows=_scores_padding,
-        repair=_score_what_was_sampled,
+        is_needed=_scores_padding,
+        apply=_score_what_was_sampled,
     ),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,10 @@ from torchspec.errors import ConfigError
 from torchspec.models.spec import read_json
 from torchspec.records import Rollout
 from torchspec.rollout.engine import Counters, Request, Sampling
-from torchspec.rollout.vllm import cpu_patches as vllm_cpu
-from torchspec.rollout.vllm.adapter import CalibrationRun, NoProposals, SpecDecodeAdapter
-from torchspec.rollout.vllm.requests import Sample, run, spec_stats
+from torchspec.rollout.vllm.adapter import NoProposals, SpecDecodeAdapter
+from torchspec.rollout.vllm.calibration import CalibrationRuns
+from torchspec.rollout.vllm.cpu_patches import apply_patches
+from torchspec.rollout.vllm.requests import Sample, run, sampling_params, spec_stats
 from torchspec.rollout.vllm.setup import (
     CPU_KV_CACHE_GB,
     Positions,
@@ -35,8 +36,9 @@ from torchspec.rollout.vllm.setup import (
     process_kept,
     world_kept,
 )
-from torchspec.speculation.budget import MEASURED, CostTable, given_costs
+from torchspec.speculation.budgets.registry import rule_class
 from torchspec.speculation.calibration import measure
+from torchspec.speculation.cost_table import CostTable, given_costs
 from torchspec.speculation.lengths import LengthStats
 from torchspec.speculation.speculator import Speculator
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
     from torchspec.rollout.engine import NamedWeights
+    from torchspec.speculation.stats import SpeculationStats
 
 
 class VllmEngine:
@@ -94,7 +97,7 @@ class VllmEngine:
         elif config.rollout.drafter == "hybrid":
             raise ConfigError("rollout.drafter = 'hybrid' needs a draft checkpoint, and none was given")
         self.lengths = lengths or LengthStats(default=config.rollout.max_new_tokens)
-        given = given_costs(config.budget)
+        rule, given = rule_class(config.budget.rule), given_costs(config.budget)
         self.counters = Counters()
         self._max_len = config.model.max_len
         self._on_cpu = device_type == "cpu"
@@ -106,7 +109,7 @@ class VllmEngine:
 
         prepare_environment(device_type)
         if self._on_cpu:
-            vllm_cpu.mend()
+            apply_patches()
         self._origin = config, Path(policy_folder), draft_folder, seed
         self._requests = 0
         self._samples: list[Sample] = []
@@ -114,7 +117,7 @@ class VllmEngine:
         self.speculator: Speculator | None = None
         self._start()
         if self._hook:
-            if config.budget.rule in MEASURED:
+            if rule.needs_costs:
                 self.cost = given or self._calibrate(config, policy_config["vocab_size"])
             self.speculate(Speculator(config, self.lengths, self.cost, window))
 
@@ -212,6 +215,20 @@ class VllmEngine:
         if self.speculator:
             self.speculator.load_state_dict(state)
 
+    @property
+    def longest_draft(self) -> int:
+        return self.speculator.longest if self.speculator else 0
+
+    def drain_stats(self) -> SpeculationStats | None:
+        return self.speculator.drain_stats() if self.speculator else None
+
+    def frozen_stats(self) -> AbstractContextManager[None]:
+        return self.speculator.frozen_stats() if self.speculator else nullcontext()
+
+    def save_costs(self, path: Path) -> None:
+        if self.cost:
+            self.cost.save(path)
+
     def close(self) -> None:
         with world_kept() if self._is_guest else nullcontext():
             self._llm.llm_engine.engine_core.shutdown()
@@ -302,27 +319,10 @@ class VllmEngine:
             run(self._llm, samples, take)
 
     def _calibrate(self, config: Config, vocabulary: int) -> CostTable:
-        """Measure a step's time by tokens and batch, with garbage for drafts."""
-        from vllm import SamplingParams
-
-        hook = self._hook
-        assert hook is not None
-
-        def run(schedule: list[int], batch: int) -> CalibrationRun:
-            model_tokens = config.rollout.num_draft_tokens if self._shared is not None else 0
-            hook.forced = CalibrationRun(schedule, vocabulary, model_tokens, batch)
-            tokens = min(2 * len(schedule) + 2, self._max_len - 4)
-            limit = SamplingParams(
-                max_tokens=tokens, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False
-            )
-            requests = [
-                Request(problem_id="", prompt_tokens=[2 + i % (vocabulary - 2)] * 4) for i in range(batch)
-            ]
-            self._run([Sample(request, 0, limit) for request in requests], lambda *_: None)
-            forced, hook.forced = hook.forced, None
-            return forced
-
-        table = measure(run, config.rollout.max_num_seqs, longest_draft(config))
+        assert self._hook is not None
+        model_tokens = config.rollout.num_draft_tokens if self._shared is not None else 0
+        runs = CalibrationRuns(self._hook, self._run, vocabulary, model_tokens, self._max_len)
+        table = measure(runs.run, config.rollout.max_num_seqs, longest_draft(config))
         self._drop_prefixes()
         return table
 
@@ -335,26 +335,8 @@ class VllmEngine:
             raise RuntimeError("the prefix cache could not be reset: requests are still running")
 
     def _parameters(self, request: Request, seed: int | None, sampling: Sampling) -> Any:
-        from vllm import SamplingParams
-
         self._requests += 1  # vLLM's own ids end in random letters, others on every rank
-        room = self._max_len - len(request.prompt_tokens)
-        if room <= 0:
-            raise ConfigError(
-                f"problem {request.problem_id}: its prompt of {len(request.prompt_tokens)} tokens leaves no "
-                f"room in model.max_len = {self._max_len}; raise model.max_len or drop the problem"
-            )
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=min(sampling.max_new_tokens, room),
-            seed=seed,
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=False,
-            extra_args={"problem_id": request.problem_id, "id": f"{self._requests:010}"},
-        )
+        return sampling_params(request, f"{self._requests:010}", seed, sampling, self._max_len)
 
     def _keep(self, sample: Sample, output: RequestOutput) -> None:
         completion: Any = output.outputs[0]  # its logprobs are flat, and it has finished

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchspec.errors import ConfigError, EngineDied, GuardStop
 from torchspec.records import Rollout, SpecStats
-from torchspec.rollout.engine import Request
+from torchspec.rollout.engine import Request, Sampling
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -42,12 +42,35 @@ class Sample:
     def keep_begun(self, state: Any) -> None:
         """Keep what vLLM's state of this request has.
 
-        Sampled anew, unfinished answers would all be long ones that had a second chance to be short. With a seed
-        they are: it samples the same again.
+        Sampled again, unfinished answers would all be long ones that had a second chance to be short. With a seed
+        they are sampled again, because it gives the same tokens.
         """
         if self.parameters.seed is None:
             self.tokens += state.detokenizer.output_token_ids
             self.logprobs += state.logprobs_processor.logprobs.logprobs
+
+
+def sampling_params(request: Request, own_id: str, seed: int | None, sampling: Sampling, max_len: int) -> Any:
+    """Return vLLM's SamplingParams of one sample. Raise ConfigError if its prompt leaves no room in `max_len`."""
+    from vllm import SamplingParams
+
+    room = max_len - len(request.prompt_tokens)
+    if room <= 0:
+        raise ConfigError(
+            f"problem {request.problem_id}: its prompt of {len(request.prompt_tokens)} tokens leaves no "
+            f"room in model.max_len = {max_len}; raise model.max_len or drop the problem"
+        )
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=min(sampling.max_new_tokens, room),
+        seed=seed,
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,
+        extra_args={"problem_id": request.problem_id, "id": own_id},
+    )
 
 
 def run(llm: LLM, samples: Sequence[Sample], take: Callable[[Sample, RequestOutput], None]) -> None:

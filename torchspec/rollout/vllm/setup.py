@@ -17,7 +17,8 @@ import torch
 
 from torchspec.drafts import registry
 from torchspec.errors import ConfigError
-from torchspec.models.spec import read_json
+from torchspec.models.spec import PolicySpec, read_json
+from torchspec.rollout.vllm.cpu_patches import check_head_dim
 
 CPU_KV_CACHE_GB = 0.25
 """What rollout.kv_cache_gb = 0 means on the CPU."""
@@ -36,6 +37,13 @@ def check_version(device_type: str) -> None:
         ) from None
     if not low <= tuple(int(part) for part in version.split(".")[:2]) < high:
         raise ConfigError(f"{package} {version} is installed, tested is {allowed}: {remedy}")
+
+
+def check_vllm(device_type: str, policy_spec: PolicySpec) -> None:
+    """Raise ConfigError where vLLM is absent or untested, or cannot run the policy on this device."""
+    check_version(device_type)
+    if device_type == "cpu":
+        check_head_dim(policy_spec.head_dim)
 
 
 def check_draft(folder: Path, policy_config: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -17,37 +17,13 @@ import numpy as np
 from torchspec.records import Rollout
 from torchspec.speculation.suffix import automaton as automata
 from torchspec.speculation.suffix import kernels as batch
+from torchspec.speculation.suffix.drafts import Drafts
 
 PROMPT_TAIL = 8
 """Prompt tokens that precede each indexed response, so that its first tokens can be drafted."""
 CALIBRATION = ("predicted", "accepted", "factors")
 RECENT = 64
 """Tokens of a running request that are replayed when its problem gains a generation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """Ragged proposals of one step.
-
-    `tokens[starts[i] : starts[i + 1]]` are request i's; `probs` their path probabilities: the estimated
-    chance that a token and all before it are accepted.
-
-    Example, two requests, the second without a draft:
-        Drafts(tokens=[5, 9], probs=[0.9, 0.7], starts=[0, 2, 2])
-    """
-
-    tokens: np.ndarray
-    probs: np.ndarray
-    starts: np.ndarray
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.starts)
-
-    def lists(self) -> list[list[int]]:
-        """One list of tokens per request, as engines take them."""
-        flat, ends = self.tokens.tolist(), self.starts.tolist()
-        return [flat[a:b] for a, b in pairwise(ends)]
 
 
 def problem_key(problem_id: str | None, prompt_tokens: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Each mend is still needed by the vLLM that is installed, and takes. When a probe finds nothing, drop its mend."""
+"""Each patch is still needed by the vLLM that is installed, and takes. When a probe finds nothing, drop its patch."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchspec.rollout.vllm.cpu_patches import MENDS, mend
+from torchspec.rollout.vllm.cpu_patches import PATCHES, apply_patches
 from torchspec.rollout.vllm.setup import prepare_environment
 
 pytestmark = pytest.mark.e2e
@@ -18,16 +18,16 @@ pytestmark = pytest.mark.e2e
 PROBE = """
 import json
 from torchspec.rollout.vllm.setup import prepare_environment
-from torchspec.rollout.vllm.cpu_patches import MENDS, mend
+from torchspec.rollout.vllm.cpu_patches import PATCHES, apply_patches
 prepare_environment("cpu")
-pristine = {entry.name: entry.shows() for entry in MENDS}
-first, second = mend(), mend()
-print(json.dumps([pristine, first, second, {entry.name: entry.shows() for entry in MENDS}]))
+pristine = {entry.name: entry.is_needed() for entry in PATCHES}
+first, second = apply_patches(), apply_patches()
+print(json.dumps([pristine, first, second, {entry.name: entry.is_needed() for entry in PATCHES}]))
 """
 
 
-def test_every_mend_is_needed_and_takes():
-    done = subprocess.run(  # a process of its own: here another test may have mended vLLM already
+def test_every_patch_is_needed_and_takes():
+    done = subprocess.run(  # a process of its own: here another test may have patched vLLM already
         [sys.executable, "-c", PROBE],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -35,19 +35,19 @@ def test_every_mend_is_needed_and_takes():
         timeout=200,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    pristine, first, second, mended = json.loads(done.stdout.splitlines()[-1])
-    names = [entry.name for entry in MENDS]
+    pristine, first, second, patched = json.loads(done.stdout.splitlines()[-1])
+    names = [entry.name for entry in PATCHES]
     assert pristine == dict.fromkeys(names, True)
     assert first == names
     assert second == []
-    assert mended == dict.fromkeys(names, False)
+    assert patched == dict.fromkeys(names, False)
 
 
 @pytest.fixture(scope="module")
 def sampling():
-    """vLLM's module for the rejection test, mended."""
+    """vLLM's module for the rejection test, patched."""
     prepare_environment("cpu")
-    mend()
+    apply_patches()
     from vllm.v1.sample import rejection_sampler
 
     return rejection_sampler

@@ -1,0 +1,1 @@
+"""Budget rules: how many draft tokens are verified."""
