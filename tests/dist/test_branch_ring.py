@@ -17,18 +17,20 @@ from torch import Tensor
 
 from tests.dist.worlds import run_world
 from torchspec.attention import (
+    AttentionCall,
     Plan,
     Traffic,
     Trunk,
-    branch_attention_query_ring,
-    branch_ring_attention,
     build_plan,
     context_attention,
+    get_transport,
     reference,
     save_ops,
     trunk_attention,
     trunk_gather,
 )
+from torchspec.attention.transports.query_ring import branch_attention_query_ring
+from torchspec.attention.transports.ring import branch_ring_attention
 from torchspec.distributed.mesh import Mesh
 
 pytestmark = pytest.mark.dist
@@ -42,7 +44,6 @@ class Case:
     kv_heads: int = 2
     entries: int = 1
     window: int | None = None
-    layout: str = "doc_zigzag"
     dtype: torch.dtype = torch.float64
     anchors: tuple[int, ...] = ()
     slots: int = 0
@@ -72,7 +73,7 @@ def group() -> str:
 
 def plan_of(case: Case) -> Plan:
     ends = tuple(torch.tensor([0, *case.lengths]).cumsum(0).tolist())
-    return build_plan(ends, dist.get_world_size(), dist.get_rank(), case.layout, case.window)
+    return build_plan(ends, dist.get_world_size(), dist.get_rank(), case.window)
 
 
 def make(case: Case) -> Inputs:
@@ -127,14 +128,13 @@ def shard(case: Case, x: Inputs, plan: Plan) -> Inputs:
 
 
 def attention(transport: str, case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
-    options: dict[str, Any] = dict(group=group(), layout=case.layout, window=case.window)
-    if case.slots:
-        options |= dict(anchors=torch.tensor(case.anchors, dtype=torch.int32), slots=case.slots)
+    call = AttentionCall(group(), case.window, case.slots)
+    anchors = torch.tensor(case.anchors, dtype=torch.int32) if case.slots else None
     if transport == "gather":
-        trunk = trunk_gather(x.k, x.v, x.cu, group=group(), layout=case.layout)
-        return trunk_attention(x.q, trunk, x.branch_k, x.branch_v, x.cu, **options)
+        trunk = trunk_gather(x.k, x.v, x.cu, group=group())
+        return trunk_attention(x.q, trunk, x.branch_k, x.branch_v, x.cu, call, anchors)
     op = branch_ring_attention if transport == "ring" else branch_attention_query_ring
-    return op(x.q, x.k, x.v, x.branch_k, x.branch_v, x.cu, **options)
+    return op(x.q, x.k, x.v, x.branch_k, x.branch_v, x.cu, call, anchors)
 
 
 def run(transport: str, case: Case, x: Inputs) -> list[Tensor]:
@@ -180,10 +180,10 @@ def cases() -> list[Case]:
     found += [Case(MIXED, heads, kv, entries=6) for heads, kv in GQA]
     windows = (1, 3, chunk(48), chunk(48) + 5, 3 * chunk(48) + 1)
     found += [Case((48, 5, 1), entries=e, window=w) for w, e in product(windows, (0, 3, 6))]
-    found += [Case(MIXED, entries=2, layout="pack_lpt", window=w) for w in (None, 7)]
+    found += [Case(MIXED, entries=2, window=w) for w in (None, 7)]
     anchors = (0, 1, 17, 28, 29, 30, 33, 50, 50, 74, 77)
     found += [Case(MIXED, anchors=anchors, slots=4, window=w) for w in (None, 6)]
-    found += [Case(MIXED, anchors=anchors, slots=3, layout="pack_lpt")]
+    found += [Case(MIXED, anchors=anchors, slots=3)]
     found += [Case(lengths, entries=2) for lengths in ((1,), (2,), ())]  # ranks without rows
     found += [Case(MIXED, entries=3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     return [*found, Case((200, 56), 8, 1, entries=2, dtype=torch.bfloat16, dim=16)]
@@ -252,19 +252,19 @@ def check_bytes(passes: int, dtype: torch.dtype) -> None:
     sizes = dict(heads=case.heads, kv_heads=case.kv_heads, head_dim=case.dim, itemsize=x.q.element_size())
     traffic = Traffic(tokens=12 * size, queries=12 * size, size=size, passes=passes, **sizes)
     for transport in TRANSPORTS:
-        options = dict(group=group())
+        call = AttentionCall(group())
         with counted_bytes() as sent:
-            trunk = trunk_gather(x.k, x.v, x.cu, **options) if transport == "gather" else None
+            trunk = trunk_gather(x.k, x.v, x.cu, group=group()) if transport == "gather" else None
             outs = []
             for d in range(passes):
                 branches = x.branch_k[:d], x.branch_v[:d]
                 if trunk is not None:
-                    outs.append(trunk_attention(x.q, trunk, *branches, x.cu, **options)[0])
+                    outs.append(trunk_attention(x.q, trunk, *branches, x.cu, call)[0])
                 else:
                     op = branch_ring_attention if transport == "ring" else branch_attention_query_ring
-                    outs.append(op(x.q, x.k, x.v, *branches, x.cu, **options)[0])
+                    outs.append(op(x.q, x.k, x.v, *branches, x.cu, call)[0])
             torch.stack(outs).sum().backward()
-        assert sum(sent) == round(traffic.sent(transport)), transport
+        assert sum(sent) == round(get_transport(transport).sent(traffic)), transport
         if transport == "gather":
             assert len(sent) == 2  # however many passes
         if transport == "ring":
@@ -283,8 +283,8 @@ def check_whole_passes(case: Case, block: int) -> None:
         losses.append((out * x.dout).sum())
     exact = torch.autograd.grad(torch.stack(losses).sum(), x.leaves)
     local = shard(case, x, plan)
-    gathered = trunk_gather(local.k, local.v, x.cu, group=group(), layout=case.layout)
-    trunk = Trunk(gathered.kv, gathered.sink.detach().requires_grad_())
+    gathered = trunk_gather(local.k, local.v, x.cu, group=group())
+    trunk = Trunk(gathered.kv, gathered.grad_accumulator.detach().requires_grad_())
     total = plan.rows[plan.rank]
     for start in range(0, total, block):
         # Every other row of the block has no loss in this pass; a second range does them.
@@ -301,15 +301,17 @@ def check_whole_passes(case: Case, block: int) -> None:
                     trunk,
                     *branches,
                     x.cu,
-                    group=group(),
-                    layout=case.layout,
-                    window=case.window,
-                    rows=rows,
+                    AttentionCall(group(), case.window),
+                    rows,
                 )
                 loss = loss + (out * local.dout[at]).sum()
             loss.backward()
-    sink_grad = trunk.sink.grad if trunk.sink.grad is not None else torch.zeros_like(trunk.sink)
-    gathered.sink.backward(sink_grad)  # every rank, also one without rows
+    grad = (
+        trunk.grad_accumulator.grad
+        if trunk.grad_accumulator.grad is not None
+        else torch.zeros_like(trunk.grad_accumulator)
+    )
+    gathered.grad_accumulator.backward(grad)  # every rank, also one without rows
     index = torch.from_numpy(plan.index)
     for ours, expected in zip(local.leaves, exact, strict=True):
         grad = torch.zeros_like(ours) if ours.grad is None else ours.grad
@@ -363,7 +365,6 @@ def check_errors(mesh: Mesh) -> None:
     x = shard(case, make(case), plan_of(case))
     bad: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("group is 'nowhere'; there is no process group", {}, dict(group="nowhere")),
-        ("layout is 'spiral'; it must be one of", {}, dict(layout="spiral")),
         ("window is 0; it must be at least 1", {}, dict(window=0)),
         ("must have .* of this pack", dict(cu=x.cu * 2), {}),
         ("never fall|must rise", dict(cu=x.cu.flip(0)), {}),
@@ -379,11 +380,19 @@ def check_errors(mesh: Mesh) -> None:
             for op in (branch_ring_attention, branch_attention_query_ring):
                 y = replace(x, **inputs)
                 with pytest.raises(ValueError, match=message):
-                    op(y.q, y.k, y.v, y.branch_k, y.branch_v, y.cu, **{"group": group(), **options})
+                    op(
+                        y.q,
+                        y.k,
+                        y.v,
+                        y.branch_k,
+                        y.branch_v,
+                        y.cu,
+                        AttentionCall(**{"group": group(), **options}),
+                    )
         with pytest.raises(ValueError, match=r"k has .* rows; rank"):
             trunk_gather(x.k[1:], x.v[1:], x.cu, group=group())
-        with pytest.raises(ValueError, match="must be ring, gather or query_ring"):
-            context_attention(x.q, x.k, x.v, x.cu, group=group(), transport="auto")
+        with pytest.raises(ValueError, match="must be one of gather, ring, query_ring"):
+            context_attention(x.q, x.k, x.v, x.cu, AttentionCall(group()), "auto")
     assert not sent
 
 
@@ -442,15 +451,15 @@ def check_promises(mesh: Mesh) -> None:
     check_bitwise(Case(MIXED, entries=2))
     check_bitwise(Case(MIXED, entries=2, dtype=torch.bfloat16))
     for lengths in (MIXED, (1,)):
-        for layout, window in (("doc_zigzag", None), ("pack_lpt", None), ("doc_zigzag", 4)):
-            check_whole_passes(Case(lengths, entries=3, layout=layout, window=window), block=10)
+        for window in (None, 4):
+            check_whole_passes(Case(lengths, entries=3, window=window), block=10)
     check_checkpointing(Case(MIXED, entries=1))
     check_errors(mesh)
     check_mutations(mesh)
     case = Case(MIXED, entries=0)
     x = shard(case, make(case), plan_of(case))
     for transport in ("ring", "gather"):
-        out = context_attention(x.q, x.k, x.v, x.cu, group=group(), transport=transport)
+        out = context_attention(x.q, x.k, x.v, x.cu, AttentionCall(group()), transport)
         assert torch.equal(out, attention(transport, case, x)[0])
 
 
@@ -473,18 +482,18 @@ def check_compile(mesh: Mesh) -> None:
             q = q * 2
             if transport == "gather":
                 trunk = trunk_gather(k, v, cu, group=group(), tokens=tokens)
-                first, _ = trunk_attention(q, trunk, [], [], cu, group=group())
-                out, _ = trunk_attention(first, trunk, [bk], [bv], cu, group=group())
+                first, _ = trunk_attention(q, trunk, [], [], cu, AttentionCall(group()))
+                out, _ = trunk_attention(first, trunk, [bk], [bv], cu, AttentionCall(group()))
             elif transport == "ring":
-                out, _ = branch_ring_attention(q, k, v, [bk], [bv], cu, group=group())
+                out, _ = branch_ring_attention(q, k, v, [bk], [bv], cu, AttentionCall(group()))
             else:
-                out, _ = branch_attention_query_ring(q, k, v, [bk], [bv], cu, group=group())
+                out, _ = branch_attention_query_ring(q, k, v, [bk], [bv], cu, AttentionCall(group()))
             return out.square().sum()
 
         return loss
 
     def unused(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, use: bool) -> Tensor:
-        out, _ = branch_ring_attention(q, k, v, [], [], cu, group=group())
+        out, _ = branch_ring_attention(q, k, v, [], [], cu, AttentionCall(group()))
         return out.sum() if use else q.sum()
 
     def inputs(lengths: tuple[int, ...]) -> Inputs:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchspec.commands import meta_memory as meta_bytes
+from torchspec.attention import get_transport
 from torchspec.commands.dry_run import MB, estimate, policy_spec, report
 from torchspec.commands.meta_memory import LiveBytes
 from torchspec.config.load import load
@@ -114,8 +114,9 @@ def test_one_rank_has_no_schedule(schedule) -> None:
 @pytest.mark.parametrize("transport", ["ring", "gather", "query_ring"])
 def test_what_a_transport_holds_is_counted(monkeypatch, transport) -> None:
     config = load(DEMO, ["--parallel.cp", "2", "--parallel.attention", transport])
-    real = meta_bytes.transport_bytes
-    monkeypatch.setattr(meta_bytes, "transport_bytes", lambda *args: dict.fromkeys(real(*args), 2**40))
+    kind = type(get_transport(transport))
+    real = kind.running
+    monkeypatch.setattr(kind, "running", lambda *args: dict.fromkeys(real(*args), 2**40))
     assert estimate(config, policy_spec(config), 2).backward > 2**39  # and all of those ops were run
 
 

@@ -25,7 +25,7 @@ from torchspec.drafts.loss import soft_cross_entropy
 from torchspec.metrics.meter import Meter
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
-from torchspec.records import Rollout
+from torchspec.records import Rollout, SamplingLaw
 from torchspec.rollout.vllm.setup import draft_method
 from torchspec.training.learner import DraftLearner
 from torchspec.training.optim import ModelOptimizer
@@ -195,7 +195,7 @@ def test_its_gradients_are_those_of_one_unit(tmp_path, mesh) -> None:
     learner = build_learner(config, mesh, policy, ModelOptimizer("policy", policy, config.optim, 10))
     (batch,) = learner._packs(rollouts())
     trainer = draft_trainer(config.draft, draft)
-    taps = policy(batch, temperature=1.0, logprob_rows=64, aux_layers=trainer.aux_layers).taps
+    taps = policy(batch, law=SamplingLaw(), logprob_rows=64, aux_layers=trainer.aux_layers).taps
     head = policy.head_weight(torch.float32).detach()
     denominator = trainer.denominator(trainer.counts(batch))
     stats = trainer.backward(batch, taps, head, denominator)

@@ -1,6 +1,5 @@
 """The plan: every pair once, equal shards, halos; brute force against the definition."""
 
-import random
 from itertools import pairwise
 
 import numpy as np
@@ -9,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchspec.attention import plan as plan_module
-from torchspec.attention.plan import LAYOUTS, Task, build_plan, causal_work
+from torchspec.attention.plan import Task, build_plan
 
 lengths = st.lists(st.integers(0, 23), min_size=1, max_size=7)
 sizes = st.integers(1, 5)
-layouts = st.sampled_from(LAYOUTS)
 windows = st.none() | st.integers(1, 30)
 
 
@@ -21,8 +19,8 @@ def ends(lengths):
     return tuple(np.cumsum([0, *lengths]).tolist())
 
 
-def plans(cu, size, layout="doc_zigzag", window=None):
-    return [build_plan(cu, size, rank, layout, window) for rank in range(size)]
+def plans(cu, size, window=None):
+    return [build_plan(cu, size, rank, window) for rank in range(size)]
 
 
 def pairs(tasks):
@@ -63,23 +61,23 @@ def covered(all_plans, entries=0):
     return ring, gather
 
 
-def assert_covers_once(cu, size, layout, window, entries=0):
+def assert_covers_once(cu, size, window, entries=0):
     expected = wanted(cu, window, entries)
-    for found in covered(plans(cu, size, layout, window), entries):
+    for found in covered(plans(cu, size, window), entries):
         assert len(found) == len(set(found))
         assert set(found) == expected
 
 
 @settings(max_examples=150, deadline=None)
-@given(lengths, sizes, layouts, windows, st.integers(0, 6))
-def test_every_pair_is_covered_exactly_once(lengths, size, layout, window, entries):
-    assert_covers_once(ends(lengths), size, layout, window, entries if window else 0)
+@given(lengths, sizes, windows, st.integers(0, 6))
+def test_every_pair_is_covered_exactly_once(lengths, size, window, entries):
+    assert_covers_once(ends(lengths), size, window, entries if window else 0)
 
 
 @settings(max_examples=50, deadline=None)
-@given(lengths, sizes, layouts, windows, st.data())
-def test_rows_are_a_subset_of_the_queries(lengths, size, layout, window, data):
-    for plan in plans(ends(lengths), size, layout, window):
+@given(lengths, sizes, windows, st.data())
+def test_rows_are_a_subset_of_the_queries(lengths, size, window, data):
+    for plan in plans(ends(lengths), size, window):
         total = plan.rows[plan.rank]
         cuts = sorted(
             data.draw(st.lists(st.integers(0, total), max_size=6).filter(lambda x: len(x) % 2 == 0))
@@ -92,12 +90,12 @@ def test_rows_are_a_subset_of_the_queries(lengths, size, layout, window, data):
 
 
 @settings(max_examples=80, deadline=None)
-@given(lengths, sizes, layouts, windows, st.integers(1, 4), st.data())
-def test_blocks_see_what_lies_before_their_anchor(lengths, size, layout, window, slots, data):
+@given(lengths, sizes, windows, st.integers(1, 4), st.data())
+def test_blocks_see_what_lies_before_their_anchor(lengths, size, window, slots, data):
     cu = ends(lengths)
     positions = st.integers(0, cu[-1] - 1) if cu[-1] else st.nothing()
     anchors = tuple(sorted(data.draw(st.lists(positions, max_size=8)))) if cu[-1] else ()
-    all_plans = plans(cu, size, layout, window)
+    all_plans = plans(cu, size, window)
     expected = []
     for i, p in enumerate(anchors):
         first = p - all_plans[0].visible(p)
@@ -118,10 +116,10 @@ def test_blocks_see_what_lies_before_their_anchor(lengths, size, layout, window,
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths, sizes, layouts)
-def test_ranks_share_the_pack(lengths, size, layout):
+@given(lengths, sizes)
+def test_ranks_share_the_pack(lengths, size):
     cu = ends(lengths)
-    all_plans = plans(cu, size, layout)
+    all_plans = plans(cu, size)
     assert sorted(np.concatenate([p.index for p in all_plans])) == list(range(cu[-1]))
     for p in all_plans:
         assert p.rows == all_plans[0].rows
@@ -131,18 +129,18 @@ def test_ranks_share_the_pack(lengths, size, layout):
         assert (owner[p.index] == p.rank).all()
         assert (row[p.index] == np.arange(len(p.index))).all()
     spread = max(all_plans[0].rows) - min(all_plans[0].rows)
-    assert spread <= (1 if layout == "doc_zigzag" else 8)
+    assert spread <= 1
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths, sizes, layouts, st.integers(1, 7))
-def test_shifts_equal_the_global_shift(lengths, size, layout, passes):
-    assert_shifts(ends(lengths), size, layout, passes)
+@given(lengths, sizes, st.integers(1, 7))
+def test_shifts_equal_the_global_shift(lengths, size, passes):
+    assert_shifts(ends(lengths), size, passes)
 
 
-def assert_shifts(cu, size, layout, passes):
+def assert_shifts(cu, size, passes):
     document = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
-    for plan in plans(cu, size, layout):
+    for plan in plans(cu, size):
         halo = plan.halo(passes)
         assert not set(halo) & set(plan.index)
         assert len(set(halo)) == len(halo)
@@ -183,31 +181,6 @@ def test_ring_steps_are_balanced():
             assert len(work) == 1
 
 
-@pytest.mark.parametrize(
-    ("median", "sigma", "longest"), [(1000, 1.2, 131072), (4000, 1.2, 262144), (24000, 1, 262144)]
-)
-@pytest.mark.parametrize("size", [8, 16])
-def test_lpt_balances_attention_work(median, sigma, longest, size):
-    generator = random.Random(0)
-    ratios = []
-    for _ in range(5):
-        lengths, total = [], 1 << 18
-        while total:
-            lengths.append(min(total, longest, max(32, int(median * generator.lognormvariate(0, sigma)))))
-            total -= lengths[-1]
-        cu = ends(lengths)
-        plan = build_plan(cu, size, 0, "pack_lpt")
-        work = [sum(causal_work(r.start, r.stop, cu[r.document]) for r in runs) for runs in plan.runs]
-        ratios.append(max(work) * size / sum(work))
-    assert max(ratios) <= 1.06
-
-
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
-def test_causal_work_counts_pairs(first, before, length):
-    start, stop = first + before, first + before + length
-    assert causal_work(start, stop, first) == sum(p - first + 1 for p in range(start, stop))
-
-
 def test_plans_are_cached():
     assert build_plan((0, 5), 2, 0) is build_plan((0, 5), 2, 0)
     assert build_plan((0, 5), 2, 0).tasks(1) is build_plan((0, 5), 2, 0).tasks(1)
@@ -219,7 +192,6 @@ BAD = {
     r"cu_seqlens is \[\]": dict(cu_seqlens=()),
     r"rank is 2 of size 2": dict(rank=2),
     r"rank is 0 of size 0": dict(size=0),
-    r"layout is 'zigzag'; it must be one of doc_zigzag, pack_lpt": dict(layout="zigzag"),
     r"window is 0; it must be at least 1": dict(window=0),
 }
 
@@ -277,4 +249,4 @@ def test_a_halo_off_by_one_is_noticed(late, monkeypatch):
     real = plan_module.Plan.halo
     monkeypatch.setattr(plan_module.Plan, "halo", lambda self, passes: real(self, passes + late))
     with pytest.raises((AssertionError, IndexError)):
-        assert_shifts((0, 32), 2, "doc_zigzag", 3)
+        assert_shifts((0, 32), 2, 3)

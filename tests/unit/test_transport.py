@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from torchspec.attention.transports.choose import Traffic, choose_transport
+from torchspec.attention import Traffic, choose_transport, get_transport
 
 # 256K tokens of an 8B-like draft layer in bf16: S = 1 GiB of K and V.
 TTT = Traffic(1 << 18, 1 << 18, size=8, heads=32, kv_heads=8, head_dim=128, itemsize=2, passes=7)
@@ -13,11 +13,11 @@ S = 1 << 30
 
 def test_closed_forms():
     share = 7 / 8
-    assert TTT.sent("ring") == 7 * share * (2 * S + 2 * S)
-    assert TTT.sent("gather") == share * 3 * S
-    assert TTT.gathered == 3 * S
+    assert get_transport("ring").sent(TTT) == 7 * share * (2 * S + 2 * S)
+    assert get_transport("gather").sent(TTT) == share * 3 * S
+    assert get_transport("gather").gathered(TTT) == 3 * S
     blocks = Traffic(1 << 18, 8192, size=8, heads=32, kv_heads=8, head_dim=128, itemsize=2)
-    assert blocks.sent("query_ring") == share * 8192 * 57600  # bytes a query row costs
+    assert get_transport("query_ring").sent(blocks) == share * 8192 * 57600  # bytes a query row costs
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,14 @@ def test_the_decision_is_logged_once(caplog):
         assert {choose_transport(traffic) for _ in range(3)} == {"gather"}
     assert len(caplog.records) == 1
     assert caplog.records[0].message.startswith(
-        "attention transport gather: MB sent per rank: ring 0.2, gather 0.1,"
+        "attention transport gather: MB sent per rank (MB gathered, of a budget of 4295.0): gather 0.1 (0.3), ring 0.2"
     )
 
 
 def test_explicit_and_wrong():
     assert choose_transport(TTT, "ring") == "ring"
     with pytest.raises(
-        ValueError, match="transport is 'rings'; it must be one of auto, ring, gather, query_ring"
+        ValueError, match="transport is 'rings'; it must be one of auto, gather, ring, query_ring"
     ):
         choose_transport(TTT, "rings")
     with pytest.raises(ValueError, match="passes is 0; it must be at least 1"):

@@ -1,7 +1,7 @@
-"""Attention of packs that are spread over context-parallel ranks: the transports behind one door.
+"""The attention of a language model's layer, on packs that may be spread over context-parallel ranks.
 
-Every rank holds its rows of the pack as `plan.build_plan` says, and calls the same ops in the same order,
-also where it has no rows. `group` is a process group's name (`mesh.get_group("cp").group_name`), "" for none.
+Every rank holds its rows of the pack as `plan.build_plan` says, and calls the same ops in the same order, also
+where it has no rows. A group is named by `mesh.get_group("cp").group_name`, or "" for none.
 """
 
 from __future__ import annotations
@@ -11,28 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchspec.attention.call import AttentionCall
 from torchspec.attention.ops import packed_attention
-from torchspec.attention.transports.gather import trunk_attention, trunk_gather
-from torchspec.attention.transports.query_ring import branch_attention_query_ring
-from torchspec.attention.transports.ring import branch_ring_attention
-
-__all__ = [
-    "Context",
-    "branch_attention_query_ring",
-    "branch_ring_attention",
-    "context_attention",
-    "layer_attention",
-    "save_ops",
-    "trunk_attention",
-    "trunk_gather",
-]
+from torchspec.attention.transports.registry import TRANSPORTS, get_transport
 
 
 class Context(NamedTuple):
-    """Of which pack a rank's rows are, and how they meet the others: what a layer's attention must know.
+    """What a layer's attention must know about the pack.
 
-    `cu_seqlens` is int32 [documents + 1] of the whole pack, on the CPU; `transport` as in
-    `context_attention`.
+    Attributes:
+        cu_seqlens: int32 [documents + 1] of the whole pack, on the CPU.
+        group: of the ranks that share the pack; "" for none.
+        transport: a name in the registry; of no meaning without a group.
     """
 
     cu_seqlens: Tensor
@@ -41,50 +31,35 @@ class Context(NamedTuple):
 
 
 def layer_attention(q: Tensor, k: Tensor, v: Tensor, context: Context, scale: float | None = None) -> Tensor:
-    """Causal attention of one layer of a language model; q [T, H, D], k and v [T, G, D] -> [T, H, D]."""
+    """Return the causal attention of one layer of a language model.
+
+    Args:
+        q: [T, H, D], this rank's rows; k, v: [T, G, D].
+
+    Returns:
+        [T, H, D].
+    """
     if not context.group:
         return packed_attention(q, k, v, context.cu_seqlens, scale)
-    return context_attention(
-        q, k, v, context.cu_seqlens, group=context.group, transport=context.transport, scale=scale
-    )
+    call = AttentionCall(context.group, scale=scale)
+    return context_attention(q, k, v, context.cu_seqlens, call, context.transport)
 
 
 def context_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    group: str,
-    transport: str,
-    layout: str = "doc_zigzag",
-    window: int | None = None,
-    tokens: int | None = None,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, call: AttentionCall, transport: str
 ) -> Tensor:
-    """`packed_attention` of a pack spread over `group`: what a language model's layer calls.
+    """Return `packed_attention` of a pack that is spread over `call.group`.
 
     Args:
-        transport: "ring", "gather" or "query_ring"; `transport.choose_transport` decides "auto".
+        transport: a name in the registry; `choose_transport` decides "auto".
+
+    Raises:
+        ValueError: before any message is sent, what does not fit together.
     """
-    if transport != "gather":
-        op = {"ring": branch_ring_attention, "query_ring": branch_attention_query_ring}.get(transport)
-        if op is None:
-            raise ValueError(f"transport is {transport!r}; it must be ring, gather or query_ring")
-        return op(q, k, v, [], [], cu_seqlens, group=group, layout=layout, window=window, scale=scale)[0]
-    trunk = trunk_gather(k, v, cu_seqlens, group=group, layout=layout, tokens=tokens)
-    return trunk_attention(
-        q, trunk, [], [], cu_seqlens, group=group, layout=layout, window=window, scale=scale
-    )[0]
+    return get_transport(transport).attend(q, k, v, cu_seqlens, call)
 
 
 def save_ops() -> list[torch._ops.OpOverload]:
-    """Ops whose outputs selective activation checkpointing should save rather than recompute."""
-    ops = torch.ops.torchspec
-    return [
-        ops.branch_attention.default,
-        ops.branch_ring_attention.default,
-        ops.trunk_gather.default,
-        ops.trunk_attention.default,
-        ops.branch_attention_query_ring.default,
-    ]
+    """Return the ops whose outputs selective activation checkpointing should save rather than recompute."""
+    brought = [op for transport in TRANSPORTS.values() for op in transport.save_ops()]
+    return [torch.ops.torchspec.branch_attention.default, *brought]

@@ -13,8 +13,8 @@ from torchspec.attention.plan import Plan, build_plan
 
 def local_plan(cu_seqlens: Tensor, group: str) -> Plan:
     """This rank's zigzag plan of a pack; `group` as in `context_attention`."""
-    wire = ProcessGroupComm(group)
-    return build_plan(core.pack_ends(cu_seqlens), wire.size, wire.rank)
+    comm = ProcessGroupComm(group)
+    return build_plan(core.pack_ends(cu_seqlens), comm.size, comm.rank)
 
 
 def with_halo(x: Tensor, plan: Plan, group: str, reach: int) -> Tensor:
@@ -33,7 +33,7 @@ def with_halo(x: Tensor, plan: Plan, group: str, reach: int) -> Tensor:
     owner, row = plan.places
     sent = []
     for rank in range(plan.size):
-        wanted = build_plan(plan.cu_seqlens, plan.size, rank, plan.layout, plan.window).halo(reach)
+        wanted = build_plan(plan.cu_seqlens, plan.size, rank, plan.window).halo(reach)
         sent.append(row[wanted[owner[wanted] == plan.rank]])
     source = owner[plan.halo(reach)]
     received = np.bincount(source, minlength=plan.size).tolist()

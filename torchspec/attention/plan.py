@@ -4,13 +4,9 @@ A pack is split over the C ranks of a context-parallel group into runs of consec
 keeps its rows in pack order, so inside a document its local order is the order of positions and a plain
 causal kernel is right on its own shard.
 
-    doc_zigzag  every document is cut into 2C chunks and rank r holds chunks r and 2C-1-r of each: equal
-                causal work per rank, per document and per ring step. Chunks may be uneven or empty; the
-                rows left over by the division go to the ranks with the fewest rows so far, so ranks differ
-                by at most one row.
-    pack_lpt    the pack is cut into 8C equal chunks regardless of documents; chunks go, heaviest first,
-                to the rank with the least attention work that still has room (longest processing time
-                first): equal rows without cutting short documents. Meant for the gather transport.
+Every document is cut into 2C chunks, and rank r holds chunks r and 2C-1-r of each (zigzag): equal causal work
+per rank, per document and per ring step. Chunks may be uneven or empty. The rows left over by the division go to
+the ranks with the fewest rows so far, so ranks differ by at most one row.
 """
 
 from __future__ import annotations
@@ -24,8 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-LAYOUTS = ("doc_zigzag", "pack_lpt")
-_CHUNKS_PER_RANK = 8  # of pack_lpt: fewer leave ranks unbalanced, more only cut attention into smaller pieces
 _UNBOUNDED = 1 << 62
 
 Range = tuple[int, int]
@@ -81,7 +75,6 @@ class Plan:
     cu_seqlens: tuple[int, ...]
     size: int
     rank: int
-    layout: str
     window: int | None
     runs: tuple[tuple[Run, ...], ...]
 
@@ -182,10 +175,8 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def build_plan(
-    cu_seqlens: tuple[int, ...], size: int, rank: int, layout: str = "doc_zigzag", window: int | None = None
-) -> Plan:
-    """The plan of one rank for one pack.
+def build_plan(cu_seqlens: tuple[int, ...], size: int, rank: int, window: int | None = None) -> Plan:
+    """Return the plan of one rank for one pack.
 
     Args:
         cu_seqlens: [documents + 1], from 0 to L, never falling.
@@ -199,25 +190,17 @@ def build_plan(
         raise ValueError(
             f"rank is {rank} of size {size}; size must be at least 1, and rank from 0 to size - 1"
         )
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be at least 1, or None for no window")
-    segments = _zigzag(cu_seqlens, size) if layout == "doc_zigzag" else _lpt(cu_seqlens, size)
     runs: list[list[Run]] = [[] for _ in range(size)]
-    for owner, document, start, stop in segments:
+    for owner, document, start, stop in _zigzag(cu_seqlens, size):
         mine = runs[owner]
         last = mine[-1] if mine else Run(-1, 0, 0, 0)
         if last.document == document and last.stop == start:
             mine[-1] = last._replace(stop=stop)
         else:
             mine.append(Run(document, last.row + last.stop - last.start, start, stop))
-    return Plan(cu_seqlens, size, rank, layout, window, tuple(map(tuple, runs)))
-
-
-def causal_work(start: int, stop: int, first: int) -> int:
-    """Query-key pairs of the positions [start, stop) of a document that begins at `first`."""
-    return (stop - start) * (start + stop - 2 * first + 1) // 2
+    return Plan(cu_seqlens, size, rank, window, tuple(map(tuple, runs)))
 
 
 def _zigzag(cu_seqlens: tuple[int, ...], size: int) -> Iterator[tuple[int, int, int, int]]:
@@ -236,31 +219,6 @@ def _zigzag(cu_seqlens: tuple[int, ...], size: int) -> Iterator[tuple[int, int, 
             if length:
                 yield owner, document, start, start + length
             start += length
-
-
-def _lpt(cu_seqlens: tuple[int, ...], size: int) -> Iterator[tuple[int, int, int, int]]:
-    """(owner, document, start, stop) in pack order."""
-    count = _CHUNKS_PER_RANK * size
-    tokens = cu_seqlens[-1]
-    pieces: list[list[Range]] = []  # of every chunk, (start, stop) inside one document each
-    for chunk in range(count):
-        start, stop = tokens * chunk // count, tokens * (chunk + 1) // count
-        inner = cu_seqlens[bisect_right(cu_seqlens, start) : bisect_right(cu_seqlens, stop - 1)]
-        pieces.append([(a, b) for a, b in pairwise((start, *inner, stop)) if b > a])
-    documents = [[bisect_right(cu_seqlens, a) - 1 for a, _ in chunk] for chunk in pieces]
-    work = [
-        sum(causal_work(a, b, cu_seqlens[d]) for (a, b), d in zip(chunk, ds))
-        for chunk, ds in zip(pieces, documents)
-    ]
-    owner = [0] * count
-    loads, room = [0] * size, [_CHUNKS_PER_RANK] * size
-    for chunk in sorted(range(count), key=lambda c: -work[c]):
-        rank = min((r for r in range(size) if room[r]), key=loads.__getitem__)
-        owner[chunk] = rank
-        loads[rank] += work[chunk]
-        room[rank] -= 1
-    for rank, chunk, ds in zip(owner, pieces, documents):
-        yield from ((rank, d, a, b) for (a, b), d in zip(chunk, ds))
 
 
 @lru_cache(maxsize=1024)

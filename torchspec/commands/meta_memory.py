@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from torchspec.attention.kernels import accumulator
+from torchspec.attention import Traffic, get_transport
 from torchspec.data.packing import pack
 from torchspec.drafts.trainer import DraftTrainer
 from torchspec.models.logprobs import chunk_logprobs
@@ -26,50 +26,27 @@ META = torch.device("meta")
 def layer_bytes(
     policy: Policy, rows: int, dtype: torch.dtype, ranks: int = 1, transport: str = ""
 ) -> tuple[int, int]:
-    """What one policy layer keeps for its backward, and the most it has beyond that during its backward.
+    """Return the bytes one policy layer keeps for its backward, and the most it has beyond that in its backward.
 
     Args:
         rows: of a pack, on this rank.
         ranks, transport: that share the pack, and how their keys and values meet.
     """
-    batch, inside, queries = meta_batch(rows), {}, 0
+    batch, running, unseen = meta_batch(rows), {}, 0
     if ranks > 1:
-        spec = policy.spec
-        pair = 2 * rows * spec.kv_heads * spec.head_dim  # elements of a rank's keys and values
-        all_queries = ranks * rows * spec.heads * spec.head_dim
-        inside = transport_bytes(transport, ranks, pair, all_queries, dtype)
-        # query_ring saves what ring does, and all ranks' queries; its shapes are in cu_seqlens, so meta has none.
-        queries = all_queries * dtype.itemsize if transport == "query_ring" else 0
-        ends = torch.tensor([0, rows * ranks], dtype=torch.int32)
-        op = "ring" if transport == "query_ring" else transport
-        batch = replace(batch, cu_seqlens=ends, group="meta", transport=op)
+        spec, how, tokens = policy.spec, get_transport(transport), rows * ranks
+        sizes = spec.heads, spec.kv_heads, spec.head_dim, dtype.itemsize
+        traffic = Traffic(tokens, tokens, ranks, *sizes)
+        running, unseen = how.running(traffic), how.unseen(traffic)
+        ends = torch.tensor([0, tokens], dtype=torch.int32)
+        batch = replace(batch, cu_seqlens=ends, group="meta", transport=how.stand_in or transport)
     h = torch.empty(1, rows, policy.spec.dim, device=META, dtype=dtype, requires_grad=True)
-    live = LiveBytes(inside)
+    live = LiveBytes(running)
     with live:
         out = policy.run_layer(policy.layers[0], h, batch)
         kept = live.now
         out.backward(torch.empty_like(out))
-    return kept + queries, live.peak - kept - out.nbytes  # the layer above was the last to need `out`
-
-
-def transport_bytes(
-    transport: str, ranks: int, pair: int, queries: int, dtype: torch.dtype
-) -> dict[str, int]:
-    """What the attention ops of a transport hold while they run, by the op's name.
-
-    Args:
-        pair: elements of one rank's keys and values.
-        queries: elements of all ranks' queries.
-    """
-    size, acc = dtype.itemsize, accumulator(dtype).itemsize
-    name = "torchspec::trunk_gather" if transport == "gather" else "torchspec::branch_ring_attention"
-    if transport == "ring":  # the shard that is here and the one that comes; gradients one hop behind
-        forward, backward = 2 * pair * size, 2 * pair * size + min(4, ranks + 1) * pair * acc
-    elif transport == "gather":  # shards by rank, beside the pack's rows in order
-        forward, backward = (1 + ranks) * pair * size, (1 + ranks) * pair * acc
-    else:  # queries and partial results, as they go and as they come
-        forward, backward = queries * (size + 2 * acc), queries * (2 * size + 2 * acc)
-    return {name: forward, f"{name}_backward": backward}
+    return kept + unseen, live.peak - kept - out.nbytes  # the layer above was the last to need `out`
 
 
 def logits_bytes(spec: PolicySpec, rows: int, dtype: torch.dtype, law: SamplingLaw) -> int:

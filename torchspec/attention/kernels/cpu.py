@@ -1,7 +1,7 @@
 """CPU kernels: aten's flash attention, a call or two per task, and branches in blocks of rows.
 
-fp64 and fp32 as they are; bf16 and fp16 are computed in fp32, at the same speed, so that partial results
-are rounded once, when they have been summed. The forward of long fp32 tasks is `cpu_blocks`'.
+fp64 and fp32 inputs are computed in their own dtype. bf16 and fp16 inputs are computed in fp32, so that partial
+results are rounded once, after they have been summed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from torchspec.attention.kernels import accumulator, cpu_blocks
+from torchspec.attention.kernels import accumulator
 from torchspec.attention.plan import Task
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -27,9 +27,6 @@ def part_fwd(
 ) -> Iterator[tuple[slice, Tensor, Tensor, bool]]:
     acc = accumulator(q.dtype)
     for task in tasks:
-        if cpu_blocks.pays(q, k, task):
-            yield slice(task.q0, task.q1), *cpu_blocks.forward(q, k, v, task, scale), task.causal
-            continue
         for rows, keys, causal, mask in _calls(task, acc):
             views = (_heads_first(x, acc) for x in (q[rows], k[keys], v[keys]))
             out, lse = _FORWARD(*views, 0.0, causal, attn_mask=mask, scale=scale)

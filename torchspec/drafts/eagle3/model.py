@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchspec.attention import Trunk, trunk_attention, trunk_gather
+from torchspec.attention import AttentionCall, Trunk, trunk_attention, trunk_gather
 from torchspec.drafts.base import DraftLosses, DraftModel, Opened, Pack
 from torchspec.drafts.eagle3.blocks import Block
 from torchspec.drafts.eagle3.spec import Eagle3Spec
@@ -124,7 +124,7 @@ class Eagle3(DraftModel):
         x = self.midlayer.inputs(pack.embeds[after].to(dtype), hidden)
         k, v = self.midlayer.self_attn.keys(x, batch.positions)
         trunk = trunk_gather(k, v, batch.cu_seqlens, group=batch.group)
-        return Opened((hidden,), (trunk.sink,), trunk.kv)
+        return Opened((hidden,), (trunk.grad_accumulator,), trunk.kv)
 
     def forward(self, unit: Block, opened: Opened, pack: Pack) -> DraftLosses:
         """Run the K passes of TTT over N anchors and score them against the policy.
@@ -149,8 +149,8 @@ class Eagle3(DraftModel):
                 [k for k, _ in branch],
                 [v for _, v in branch],
                 batch.cu_seqlens,
-                group=batch.group,
-                rows=unit.ranges,
+                AttentionCall(batch.group),
+                unit.ranges,
             )
             hidden = layer.outputs(hidden, attended)
             normed = self.norm(hidden)
