@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,17 @@ def test_outputs_that_cannot_be_written_are_refused_before_anything_is_loaded(
     for out in (tmp_path / "file" / "out", taken):
         with pytest.raises(ConfigError, match="--out"):
             run(command, out)
+
+
+@pytest.mark.parametrize("command", ["bench", "generate"])
+def test_a_read_only_place_is_refused_before_anything_is_loaded(tmp_path: Path, monkeypatch, command) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(ConfigError, match="--out: .* cannot be written .Read-only file system"):
+        run(command, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def made(epoch: int, mode: str, **fields) -> Row:

@@ -13,6 +13,7 @@ import numpy as np
 
 from torchspec.build import base_folder, load_tokenizer, sampling_of
 from torchspec.checkpoint.run_folder import git_commit, installed_versions
+from torchspec.checkpoint.writable import check_writable
 from torchspec.config.schema import Config, longest_draft
 from torchspec.data.problems import load_problems
 from torchspec.data.prompts import encode_prompts
@@ -170,6 +171,7 @@ def _check(modes: list[str], draft: Path | None, epochs: int, out: Path) -> None
         raise ConfigError(f"--out {out}: its parent folder does not exist")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: a file; give a folder")
+    check_writable(out, "--out")
     out.mkdir(exist_ok=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchspec.build import base_folder, load_tokenizer, sampling_of, score
+from torchspec.checkpoint.writable import check_writable
 from torchspec.config.schema import Config, longest_draft
 from torchspec.data.problems import load_problems
 from torchspec.data.prompts import encode_prompts
@@ -34,6 +35,7 @@ def generate_file(config: Config, draft: Path | None, split: str, limit: int, ou
         raise ConfigError(f"--out {out}: its folder does not exist")
     if out.is_dir():
         raise ConfigError(f"--out {out}: a folder; give the file to write")
+    check_writable(out, "--out")
     train, held_out = load_problems(config.data)
     problems = (held_out if split == "eval" else train)[: limit or None]
     if not problems:
