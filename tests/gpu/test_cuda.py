@@ -16,7 +16,7 @@ from torchspec.distributed.mesh import Mesh
 from torchspec.drafts.eagle3.blocks import pass_counts
 from torchspec.drafts.eagle3.model import FSDP_METHODS, DraftSpec, Eagle3
 from torchspec.drafts.trainer import DraftTrainer
-from torchspec.metrics.meter import Stopwatch
+from torchspec.metrics.stopwatch import Stopwatch
 from torchspec.records import Rollout, Taps
 
 pytestmark = [

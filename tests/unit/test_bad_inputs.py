@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchspec.build import check_draft, draft_spec, load_tokenizer
+from torchspec.build import check_draft, draft_spec
 from torchspec.checkpoint.checkpoint import Checkpoints, newest, restore
 from torchspec.checkpoint.export import load_draft
 from torchspec.checkpoint.run_folder import create_run_folder, find_run
@@ -26,6 +26,7 @@ from torchspec.commands.main import main
 from torchspec.config.load import load
 from torchspec.config.schema import Checkpoint, Config, Data, Optim, Parallel, TinyModel
 from torchspec.data.problems import ProblemOrder, encode_prompts, load_problems
+from torchspec.data.tokenizer import load_tokenizer
 from torchspec.distributed.mesh import Mesh
 from torchspec.drafts.eagle3.checkpoint import Verifier, config_json
 from torchspec.drafts.eagle3.model import Eagle3

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from torchspec.build import base_folder, build_draft, build_policy, compute_dtype, draft_spec
+from torchspec.build import base_folder, build_draft, build_policy, draft_spec
 from torchspec.checkpoint.checkpoint import load_weights, newest
 from torchspec.checkpoint.export import export_draft, export_policy
 from torchspec.config.load import load
 from torchspec.config.schema import Config, Parallel
+from torchspec.distributed.fsdp import compute_dtype
 from torchspec.distributed.mesh import Mesh
 from torchspec.drafts.eagle3.checkpoint import LAYOUTS, Layout, Verifier
 from torchspec.errors import ConfigError

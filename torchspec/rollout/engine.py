@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torchspec.config.schema import Config
 from torchspec.records import Rollout
 
 if TYPE_CHECKING:
     import torch
+
+    from torchspec.speculation.stats import SpeculationStats
 
     NamedWeights = Iterable[tuple[str, torch.Tensor]]
     """Pairs (Hugging Face name, full tensor)."""
@@ -32,6 +37,17 @@ class Sampling:
     top_k: int = 0
     max_new_tokens: int
     seed: int | None = None
+
+
+def sampling_of(config: Config) -> Sampling:
+    """Return the sampling that [rollout] asks for."""
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_new_tokens,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +90,23 @@ class Engine(Protocol):
     counters: Counters
     policy_version: int
     draft_version: int
+
+    @property
+    def longest_draft(self) -> int:
+        """Most draft tokens of one request and verify step; 0 without speculation."""
+        ...
+
+    def drain_stats(self) -> SpeculationStats | None:
+        """Return what speculation did since the last call; None without speculation."""
+        ...
+
+    def frozen_stats(self) -> AbstractContextManager[None]:
+        """Return a context in which the drafters learn nothing from what is generated."""
+        ...
+
+    def save_costs(self, path: Path) -> None:
+        """Write the measured cost table, if this engine has one."""
+        ...
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
         """Answer every request; ordered by request, then by sample.

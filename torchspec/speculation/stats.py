@@ -32,6 +32,11 @@ class Tally:
     predicted_seconds: float = 0.0
     """Of the steps with their drafts: by the cost table, and as measured."""
     seconds: float = 0.0
+    window_bytes: int = 0
+    """Of the suffix drafter's window."""
+
+
+SpeculationStats = Tally
 
 
 @dataclass(slots=True)

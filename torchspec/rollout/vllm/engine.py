@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from torchspec.speculation.budget import MEASURED, CostTable, given_costs
 from torchspec.speculation.calibration import measure
 from torchspec.speculation.lengths import LengthStats
 from torchspec.speculation.speculator import Speculator
+from torchspec.speculation.stats import SpeculationStats
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -116,6 +117,24 @@ class VllmEngine:
             if config.budget.rule in MEASURED:
                 self.cost = given or self._calibrate(config, policy_config["vocab_size"])
             self.speculate(Speculator(config, self.lengths, self.cost, window))
+
+    @property
+    def longest_draft(self) -> int:
+        return longest_draft(self._origin[0]) if self.speculator else 0
+
+    def drain_stats(self) -> SpeculationStats | None:
+        if self.speculator is None:
+            return None
+        tally = self.speculator.take_tally()
+        tally.window_bytes = self.speculator.window_bytes
+        return tally
+
+    def frozen_stats(self) -> AbstractContextManager[None]:
+        return self.speculator.frozen_stats() if self.speculator else nullcontext()
+
+    def save_costs(self, path: Path) -> None:
+        if self.cost:
+            self.cost.save(path)
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
         """See `Engine.generate`. Each sample is a vLLM request; extra_args carries its problem's id."""
