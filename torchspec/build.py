@@ -1,63 +1,27 @@
-"""Builds what a run needs from its config: checkpoint folder, tokenizer, sharded policy and draft."""
+"""Builds the objects of a run from its config: checkpoint folder, sharded policy, draft, learner."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import torch
-
-from torchspec.attention import Traffic, choose_transport
-from torchspec.config.schema import Config
-from torchspec.data.prompts import check_tokenizer
+from torchspec.checkpoint.cache import cache_folder, fingerprint
+from torchspec.config.schema import Config, Optim
+from torchspec.distributed.context_parallel import policy_transport
+from torchspec.distributed.fsdp import compute_dtype
 from torchspec.distributed.mesh import Mesh
-from torchspec.distributed.parallelize import load_pipelined, load_policy
-from torchspec.errors import ConfigError
+from torchspec.distributed.parallelize import load_policy
+from torchspec.drafts.base import DraftModel
+from torchspec.drafts.build import draft_trainer
 from torchspec.models.hf import resolve_source
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
-from torchspec.records import Problem, Rollout
-from torchspec.rewards.scorer import Scorer
-from torchspec.rollout.engine import Sampling
 from torchspec.training.learner import DraftLearner, Learner
 from torchspec.training.optim import ModelOptimizer
 
-if TYPE_CHECKING:  # importing transformers takes seconds
-    from transformers import PreTrainedTokenizerBase
-
-
-def fingerprint(*parts: Any) -> str:
-    """Twelve hex digits that change whenever a part (plain values or config sections) does."""
-    plain = [dataclasses.asdict(p) if dataclasses.is_dataclass(p) else p for p in parts]
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def contents(*paths: str | Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of the files a run starts from: what a cache of its results must depend on."""
-    files = [
-        f
-        for p in map(Path, filter(str, paths))
-        for f in (sorted(p.iterdir()) if p.is_dir() else [p])
-        if f.is_file()
-    ]
-    return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that a reduced draft vocabulary must have: end tokens, and whatever was added, such as </think>."""
-    return sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
-
-
-def cache_folder(config: Config) -> Path:
-    return Path(config.run.dir) / "cache"
-
 
 def base_folder(config: Config, mesh: Mesh) -> Path:
-    """The Hugging Face folder the run starts from; a tiny policy is made once and cached."""
+    """Return the Hugging Face folder that the run starts from; a tiny policy is created once and cached."""
     model = config.model
     if model.source != "tiny":
         return resolve_source(model.source)
@@ -68,67 +32,9 @@ def base_folder(config: Config, mesh: Mesh) -> Path:
     return folder
 
 
-def load_tokenizer(folder: Path, spec: PolicySpec) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer, checked against the model.
-
-    Raises:
-        ConfigError: no tokenizer there, or one that does not fit.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:  # transformers' ways of saying that the files are not there
-        raise ConfigError(f"{folder}: no usable tokenizer: {str(error).splitlines()[0]}") from None
-    check_tokenizer(tokenizer, spec.vocab_size)
-    return tokenizer
-
-
 def build_policy(config: Config, mesh: Mesh, folder: Path, spec: PolicySpec) -> Policy:
-    """The policy with the folder's weights, sharded; fp32 master weights."""
-    recompute, dtype = config.train.activation_checkpointing, compute_dtype(config)
-    if mesh.pp_size == 1:
-        return load_policy(folder, spec, mesh, dtype, activation_checkpointing=recompute)
-    return load_pipelined(
-        folder,
-        spec,
-        mesh,
-        config.parallel,
-        dtype,
-        placement=config.parallel.draft_placement,
-        timeout_s=config.parallel.tap_timeout_s,
-        activation_checkpointing=recompute,
-    )
-
-
-def score(
-    scorer: Scorer, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], rollouts: list[Rollout]
-) -> None:
-    """Fill `text`, `reward` and `reward_parts` of the problems' rollouts."""
-    for rollout in rollouts:
-        rollout.text = decode(tokenizer, rollout.tokens)
-    scorer.score_all({problem.id: problem for problem in problems}, rollouts)
-
-
-def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    """The text that rewards see: without special tokens."""
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
-    assert isinstance(text, str)  # a list only for a batch
-    return text
-
-
-def sampling_of(config: Config) -> Sampling:
-    rollout = config.rollout
-    return Sampling(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_new_tokens=rollout.max_new_tokens,
-    )
-
-
-def compute_dtype(config: Config) -> torch.dtype:
-    return getattr(torch, config.model.dtype)
+    """Return the policy with the folder's weights, parallelized; master weights are fp32."""
+    return load_policy(folder, spec, mesh, config)
 
 
 def build_learner(
@@ -139,7 +45,7 @@ def build_learner(
     draft: DraftLearner | None = None,
     reference: Policy | None = None,
 ) -> Learner:
-    """A learner for these models, with the compute dtype and the attention transport of the config."""
+    """Return a learner for these models, with the compute dtype and the attention transport of the config."""
     return Learner(
         config,
         mesh,
@@ -152,44 +58,37 @@ def build_learner(
     )
 
 
-def policy_transport(config: Config, spec: PolicySpec, ranks: int) -> str:
-    """How the policy's keys and values cross `ranks` context-parallel ranks; of no meaning for one."""
-    if ranks == 1:
-        return "ring"
-    traffic = Traffic(
-        tokens=config.train.pack_tokens,
-        queries=config.train.pack_tokens,
-        size=ranks,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        itemsize=compute_dtype(config).itemsize,
-        layers=spec.layers,
-    )
-    return choose_transport(traffic, config.parallel.attention)
-
-
-def check_world(config: Config, mesh: Mesh, problems: int, held_out: int) -> None:
-    """Refuse numbers that this world cannot divide.
+def rl_learner(config: Config, mesh: Mesh, policy: Policy, draft: DraftModel | None, start: Path) -> Learner:
+    """Return the learner of the RL steps.
 
     Args:
-        problems, held_out: how many there are.
-
-    Raises:
-        ConfigError: the key, its value, what is allowed.
+        start: the folder of the policy before the first step, the reference of the KL term.
     """
-    ranks, replicas = mesh.world_size, mesh.dp_size
-    if mesh.device.type == "cuda" and config.model.dtype == "float32":
-        raise ConfigError("model.dtype = float32 runs on CPU only (flash attention); set it to bfloat16")
-    count, updates = config.rollout.problems_per_step, config.rl.minibatches
-    if count % ranks:
-        raise ConfigError(f"rollout.problems_per_step = {count} must be a multiple of the {ranks} ranks")
-    if count // replicas < updates:
-        raise ConfigError(
-            f"rl.minibatches = {updates} exceeds the {count // replicas} problems of a replica's step"
-        )
-    if config.eval.every and held_out < ranks:
-        raise ConfigError(f"data.eval_size = {held_out} must be at least the {ranks} ranks")
-    most = max(count, config.warmup.problems_per_step if config.warmup.steps else 0)
-    if problems < most:
-        raise ConfigError(f"{problems} problems to train on cannot fill a step of {most}")
+    updates = config.run.steps * config.rl.minibatches
+    draft_updates = updates // config.draft.train_every if config.draft.train_every else 0
+    reference = None
+    if config.rl.kl_coef:
+        reference = build_policy(config, mesh, start, policy.spec).eval().requires_grad_(False)
+    optimizer = _policy_optimizer(policy, config.optim, updates)
+    return build_learner(
+        config, mesh, policy, optimizer, _draft_learner(config, draft, draft_updates), reference
+    )
+
+
+def warmup_learner(config: Config, mesh: Mesh, policy: Policy, draft: DraftModel | None) -> Learner:
+    """Return the learner of the supervised warm-up, with its own learning rate and schedule."""
+    warmup = config.warmup
+    optim = Optim(lr=warmup.lr, schedule="cosine", min_lr_ratio=0.1, warmup_steps=10)
+    optimizer = _policy_optimizer(policy, optim, warmup.steps)
+    return build_learner(config, mesh, policy, optimizer, _draft_learner(config, draft, warmup.draft_steps))
+
+
+def _policy_optimizer(policy: Policy, optim: Optim, updates: int) -> ModelOptimizer:
+    return ModelOptimizer("policy", policy, optim, updates, policy.sum_over_stages)
+
+
+def _draft_learner(config: Config, draft: DraftModel | None, updates: int) -> DraftLearner | None:
+    if draft is None:
+        return None
+    optimizer = ModelOptimizer("draft", draft, config.draft.optim, updates)
+    return DraftLearner(draft_trainer(config.draft, draft), optimizer)

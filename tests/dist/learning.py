@@ -82,9 +82,8 @@ def build(mesh: Mesh, base: Path, config: Config) -> tuple[Learner, dict[str, di
     policy = build_policy(config, mesh, base, spec)
     draft = build_draft(config, mesh, draft_spec(config, spec), {}, [])  # full vocabulary: no counts needed
     seen: dict[str, dict[str, torch.Tensor]] = {}
-    sum_over_stages = mesh.sum_over_pp_ if mesh.pp_size > 1 else None
     sides = {
-        "policy": ModelOptimizer("policy", policy, config.optim, 10, sum_over_stages),
+        "policy": ModelOptimizer("policy", policy, config.optim, 10, policy.sum_over_stages),
         "draft": ModelOptimizer("draft", draft, config.draft.optim, 10),
     }
     for name, optimizer in sides.items():

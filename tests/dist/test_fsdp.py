@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.dist.worlds import run_world
-from torchspec.config.schema import TinyModel
+from torchspec.config.schema import Config, TinyModel
 from torchspec.checkpoint.export import export_policy
 from torchspec.distributed.mesh import Mesh
 from torchspec.distributed.parallelize import load_policy
@@ -106,7 +106,9 @@ def test_gradients_are_the_sum_over_ranks(tmp_path: Path) -> None:
 def train_and_export(mesh: Mesh, source: Path, target: Path) -> dict[str, Tensor]:
     """A few checks along one optimizer step in mixed precision."""
     shape = PolicySpec.from_hf(source)
-    policy = load_policy(source, shape, mesh, torch.bfloat16, activation_checkpointing=True)
+    config = Config()
+    config.model.dtype, config.train.activation_checkpointing = "bfloat16", True
+    policy = load_policy(source, shape, mesh, config)
     plain = Policy(shape)
     hf.load_hf(plain, source)
 

@@ -76,13 +76,13 @@ class Recording(Trainer):
         self.engine.generate = self._recorded
 
     def _recorded(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
-        if self.done + 1 == self.stop_at:
+        if self.progress.done + 1 == self.stop_at:
             self._stop_in_the_middle()
         rollouts = self._generate(requests, sampling)
         with open(f"{self.log}.{self.mesh.rank}", "a") as out:
             for rollout in rollouts:
-                out.write(json.dumps({"done": self.done, **dataclasses.asdict(rollout)}) + "\n")
-        if self.done + 1 == self.kill_at:
+                out.write(json.dumps({"done": self.progress.done, **dataclasses.asdict(rollout)}) + "\n")
+        if self.progress.done + 1 == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         return rollouts
 

@@ -66,14 +66,16 @@ class Dying(Trainer):
 
     def _seeded(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
         self._plant()
-        return self._generate(requests, dataclasses.replace(sampling, seed=1000 * self.done))
+        return self._generate(requests, dataclasses.replace(sampling, seed=1000 * self.progress.done))
 
     def _restart(self) -> None:
         if self.unbuilt:
             raise RuntimeError("there is no device any more")
         runner = runner_of(self.engine)
         models = [
-            weakref.ref(model) for model in (runner.model, self.draft and runner.drafter.model) if model
+            weakref.ref(model)
+            for model in (runner.model, self.learner.draft and runner.drafter.model)
+            if model
         ]
         del runner
         self._revive()
@@ -81,8 +83,8 @@ class Dying(Trainer):
         self._plant()
 
     def _plant(self) -> None:
-        if self.mesh.rank == 1 and self.dies[self.done + 1]:
-            self.dies[self.done + 1] -= 1
+        if self.mesh.rank == 1 and self.dies[self.progress.done + 1]:
+            self.dies[self.progress.done + 1] -= 1
             die_at(self.engine, self.at)
 
     def _recorded(self, mine: list[tuple[int, Rollout]]) -> list[Rollout]:
@@ -90,7 +92,9 @@ class Dying(Trainer):
         if self.mesh.is_main:
             with open(self.log, "a") as out:
                 for rollout in rollouts:
-                    out.write(json.dumps({"step": self.done + 1, **dataclasses.asdict(rollout)}) + "\n")
+                    out.write(
+                        json.dumps({"step": self.progress.done + 1, **dataclasses.asdict(rollout)}) + "\n"
+                    )
         return rollouts
 
 

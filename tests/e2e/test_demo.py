@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from torchspec.metrics.meter import read_metrics
+from torchspec.metrics.writer import read_metrics
 from torchspec.speculation.cost_table import CostTable
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from torchspec.commands.export import export_run
 from torchspec.config.load import load
 from torchspec.drafts.eagle3.checkpoint import LAYOUTS, renamed, spec_from_json
 from torchspec.drafts.eagle3.spec import Eagle3Spec
-from torchspec.metrics.meter import read_metrics
+from torchspec.metrics.writer import read_metrics
 from torchspec.speculation.cost_table import CostTable
 
 HERE = Path(__file__).parent

@@ -20,7 +20,7 @@ from torchspec.drafts.eagle3.blocks import TrainingTimeTest
 from torchspec.drafts.eagle3.model import Eagle3
 from torchspec.drafts.eagle3.spec import Eagle3Spec
 from torchspec.drafts.trainer import DraftTrainer
-from torchspec.metrics.meter import Stopwatch
+from torchspec.metrics.stopwatch import Stopwatch
 from torchspec.records import Rollout, Taps
 
 pytestmark = [

@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from torchspec.build import (
-    contents,
-    decode,
-    fingerprint,
-    load_tokenizer,
-    special_ids,
-)
+from torchspec.checkpoint.cache import contents, fingerprint
 from torchspec.checkpoint.export import export_draft
 from torchspec.config.schema import Config, Parallel, TinyModel
+from torchspec.data.tokenizer import load_tokenizer, special_ids
 from torchspec.distributed.mesh import Mesh
 from torchspec.drafts.build import build_draft, draft_spec
 from torchspec.drafts.vocab import target_ids
@@ -24,6 +19,7 @@ from torchspec.errors import ConfigError
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
 from torchspec.records import Problem
+from torchspec.rewards.scoring import decode
 from torchspec.training.warmup import check, example
 
 

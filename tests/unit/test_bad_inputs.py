@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchspec.build import load_tokenizer
 from torchspec.checkpoint.checkpoint import Checkpoints, newest, restore
 from torchspec.checkpoint.run_folder import create_run_folder, find_run
 from torchspec.commands.dry_run import report
@@ -27,6 +26,7 @@ from torchspec.config.schema import Checkpoint, Config, Data, Optim, Parallel, T
 from torchspec.data.problems import load_problems
 from torchspec.data.prompts import encode_prompts
 from torchspec.data.sampler import ProblemOrder
+from torchspec.data.tokenizer import load_tokenizer
 from torchspec.distributed.mesh import Mesh
 from torchspec.drafts.base import Verifier
 from torchspec.drafts.build import check_draft, draft_spec, load_draft

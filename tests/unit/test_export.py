@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from torchspec.attention import branch_attention
 from torchspec.checkpoint.export import export_draft, export_policy
-from torchspec.config.schema import Parallel, TinyModel
+from torchspec.config.schema import Config, Parallel, TinyModel
 from torchspec.distributed.fsdp import shard
 from torchspec.distributed.mesh import Mesh
 from torchspec.distributed.parallelize import load_policy
@@ -46,7 +46,7 @@ def source(tmp_path_factory) -> Path:
 
 
 def test_policy_export_is_a_full_checkpoint(source: Path, tmp_path: Path, mesh: Mesh) -> None:
-    policy = load_policy(source, PolicySpec.from_hf(source), mesh, torch.float32)
+    policy = load_policy(source, PolicySpec.from_hf(source), mesh, Config())
     config = json.loads((source / "config.json").read_text())
     for dtype, name in ((None, "float32"), (torch.bfloat16, "bfloat16")):
         target = tmp_path / name
@@ -81,7 +81,7 @@ def test_large_checkpoints_come_in_shards(source: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_half_written(source: Path, tmp_path: Path, mesh: Mesh, monkeypatch) -> None:
-    policy = load_policy(source, PolicySpec.from_hf(source), mesh, torch.float32)
+    policy = load_policy(source, PolicySpec.from_hf(source), mesh, Config())
 
     def full_disk(*_args: object, **_kwargs: object) -> None:
         raise OSError("No space left on device")

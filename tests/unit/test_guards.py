@@ -30,13 +30,13 @@ def test_a_bound_warns_and_stops_after_so_many_steps_in_a_row(config, caplog, me
     guards = Guards(config)
     with caplog.at_level(logging.WARNING, logger="torchspec"):
         for step, value in enumerate([good, bad, bad, good, bad, bad]):
-            guards.look(step, {metric: value})
+            guards.check(step, {metric: value})
     assert len(caplog.records) == 4
     assert f"step 1: {metric} = {bad:.4g} is" in caplog.text
     resumed = Guards(config)
     resumed.load_state_dict(guards.state_dict())
     with pytest.raises(GuardStop, match=rf"step 6: {metric} = .* {key} = .* \(for 3 steps in a row\)"):
-        resumed.look(6, {metric: bad})
+        resumed.check(6, {metric: bad})
 
 
 def test_what_is_off_or_was_not_measured_is_not_judged() -> None:
@@ -44,8 +44,8 @@ def test_what_is_off_or_was_not_measured_is_not_judged() -> None:
     config.guards.max_kl = 0
     guards = Guards(config)
     for step in range(9):
-        guards.look(step, {KL: 99.0, TAU: 1.0})
-        guards.look(step, {})
+        guards.check(step, {KL: 99.0, TAU: 1.0})
+        guards.check(step, {})
 
 
 def test_the_command_line_ends_with_status_3_and_one_line(capsys) -> None:

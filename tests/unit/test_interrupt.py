@@ -12,6 +12,7 @@ from torchspec.config.schema import Config
 from torchspec.distributed.interrupt import SIGNALS, Interrupt
 from torchspec.errors import Stopped
 from torchspec.trainer import Trainer
+from torchspec.training.progress import Progress
 
 ALONE = SimpleNamespace(is_main=False, max_over_world=lambda x: x)
 
@@ -59,8 +60,6 @@ def test_a_second_signal_does_not_break_the_last_save(interrupt, first, second) 
     trainer.config = Config()
     trainer.config.eval.every = 0
     trainer.mesh, trainer.interrupt = ALONE, interrupt  # pyrefly: ignore[bad-assignment]
-    trainer.done, trainer.saved_step, trainer.policy_version, trainer.draft_version = 4, 0, 4, 0
-    trainer.scores, trainer.before, trainer.learner = {}, {}, SimpleNamespace(optimizers={})  # pyrefly: ignore
 
     def step(_: int) -> dict[str, float]:
         kill(first)
@@ -76,6 +75,11 @@ def test_a_second_signal_does_not_break_the_last_save(interrupt, first, second) 
         saved.append("on disk")
 
     trainer.step = step
-    trainer.checkpoints = SimpleNamespace(save=save, wait=wait)  # pyrefly: ignore[bad-assignment]
+    checkpoints, versions = (
+        SimpleNamespace(save=save, wait=wait),
+        SimpleNamespace(policy_version=4, draft_version=0),
+    )
+    trainer.progress = Progress(checkpoints, 1, {}, {}, versions)  # pyrefly: ignore[bad-argument-type]
+    trainer.progress.done = 4
     trainer.fit()
     assert saved == [4, "on disk"]

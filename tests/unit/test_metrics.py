@@ -10,18 +10,12 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from torchspec.metrics import meter as metrics
-from torchspec.metrics import plots
-from torchspec.metrics.meter import (
-    Meter,
-    MetricWriter,
-    Stopwatch,
-    add_tau,
-    console_line,
-    read_metrics,
-    rollout_metrics,
-    simulated_tau,
-)
+from torchspec.metrics import plots, stopwatch
+from torchspec.metrics.console import console_line
+from torchspec.metrics.meter import Meter
+from torchspec.metrics.rollout_metrics import add_tau, rollout_metrics, simulated_tau
+from torchspec.metrics.stopwatch import Stopwatch
+from torchspec.metrics.writer import MetricWriter, read_metrics
 from torchspec.records import Rollout, SpecStats
 
 
@@ -53,7 +47,7 @@ def test_means_totals_and_maxima_over_ranks() -> None:
 
 def test_a_part_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([0.0, 1.0, 4.0, 10.0, 20.0, 21.0])
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(ticks))
     watch = Stopwatch(torch.device("cpu"))
     with watch.time("policy"), watch.time("draft", within="policy"):
         pass

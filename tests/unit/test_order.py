@@ -15,7 +15,7 @@ from torchspec.distributed.pipeline.schedule import (
     ring_depth,
     run_order,
     stage_ranks,
-    takes,
+    take_positions,
 )
 from torchspec.distributed.pipeline.schedule_memory import schedule_order
 
@@ -58,7 +58,7 @@ class Simulator:
         self.take_after = {
             (r, at): m
             for r, jobs in self.jobs.items()
-            for at, m in zip(takes(order, r, jobs), jobs, strict=True)
+            for at, m in zip(take_positions(order, r, jobs), jobs, strict=True)
         }
         self.taking: dict[int, int] = {}
         self.posted = {

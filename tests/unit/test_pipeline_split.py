@@ -7,7 +7,7 @@ import torch
 
 from torchspec.config.load import load
 from torchspec.distributed.pipeline.split import split_layers, tap_names
-from torchspec.distributed.pipeline.tap_channel import Load, TapChannel
+from torchspec.distributed.pipeline.tap_channel import MicrobatchInfo, TapChannel
 from torchspec.errors import ConfigError, TapError
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
@@ -91,7 +91,7 @@ def channel_of_one() -> TapChannel:
         device=torch.device("cpu"),
         timeout_s=1.0,
     )
-    channel.begin([Load(3, 7), Load(2, 8)], [0, 0], {})
+    channel.begin([MicrobatchInfo(3, 7), MicrobatchInfo(2, 8)], [0, 0], {})
     return channel
 
 

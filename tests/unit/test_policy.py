@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchspec.config.schema import Parallel
+from torchspec.config.schema import Config, Parallel
 from torchspec.distributed.mesh import Mesh
 from torchspec.distributed.parallelize import load_policy
 from torchspec.errors import ConfigError
@@ -253,7 +253,7 @@ def test_world_of_one_is_sharded_and_equal(folder: Path) -> None:
     plain = load(folder)
     mesh = Mesh(Parallel(), device="cpu")
     try:
-        sharded = load_policy(folder, spec, mesh, torch.float32)
+        sharded = load_policy(folder, spec, mesh, Config())
         assert (mesh.rank, mesh.world_size, mesh.dp_rank, mesh.is_main) == (0, 1, 0, True)
         assert (
             float(mesh.sum_over_world(torch.tensor(3.0)))

@@ -34,9 +34,28 @@ from torchspec.checkpoint.state_files import Snapshot, read_state, snapshot, wri
 from torchspec.config.schema import Checkpoint
 from torchspec.distributed.mesh import Mesh
 from torchspec.errors import ConfigError
-from torchspec.training.optim import ModelOptimizer
 
 log = logging.getLogger(__name__)
+
+
+class Optimizer(Protocol):
+    """What a checkpoint holds of a model and its optimizer; training.optim.ModelOptimizer is one."""
+
+    model: nn.Module
+
+    @property
+    def updates(self) -> int:
+        """Steps taken so far."""
+        ...
+
+    def moments(self) -> dict[str, Tensor]:
+        """Return AdamW's running means by parameter name, in place."""
+        ...
+
+    def resume_at(self, updates: int) -> None:
+        """Be as after so many updates, with moments of zero that a checkpoint then fills."""
+        ...
+
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -82,7 +101,7 @@ class Checkpoints:
     def save(
         self,
         facts: dict[str, Any],
-        optimizers: Mapping[str, ModelOptimizer],
+        optimizers: Mapping[str, Optimizer],
         states: Mapping[str, Any],
     ) -> None:
         """Write a checkpoint; with `background` only the models' copy to host memory is waited for.
@@ -212,7 +231,7 @@ def damage(path: Path) -> str | None:
 def restore(
     saved: Saved,
     mesh: Mesh,
-    optimizers: Mapping[str, ModelOptimizer],
+    optimizers: Mapping[str, Optimizer],
     components: Mapping[str, Component],
 ) -> None:
     """Load weights, moments, schedules and components, in place. Collective.
@@ -254,7 +273,7 @@ def _load(saved: Saved, tensors: dict[str, Tensor]) -> None:
     dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(saved.folder)))
 
 
-def tensors_of(optimizers: Mapping[str, ModelOptimizer]) -> dict[str, Tensor]:
+def tensors_of(optimizers: Mapping[str, Optimizer]) -> dict[str, Tensor]:
     """Weights, persistent buffers and moments of all models, under names that no layout changes.
 
     They share the models' storage, without the gradients.

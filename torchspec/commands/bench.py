@@ -11,17 +11,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from torchspec.build import base_folder, load_tokenizer, sampling_of
+from torchspec.build import base_folder
 from torchspec.checkpoint.run_folder import git_commit, installed_versions
 from torchspec.checkpoint.writable import check_writable
 from torchspec.config.schema import Config, longest_draft
 from torchspec.data.problems import load_problems
 from torchspec.data.prompts import encode_prompts
+from torchspec.data.tokenizer import load_tokenizer
 from torchspec.distributed.mesh import Mesh
 from torchspec.errors import ConfigError
 from torchspec.models.spec import PolicySpec
 from torchspec.records import Rollout, SpecStats
-from torchspec.rollout.engine import Request, SpeculatingEngine
+from torchspec.rollout.engine import Request, SpeculatingEngine, sampling_of
 from torchspec.rollout.registry import build_engine, check_engine
 from torchspec.speculation.lengths import LengthStats
 from torchspec.speculation.speculator import Speculator

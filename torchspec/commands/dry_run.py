@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchspec.build import compute_dtype, policy_transport
 from torchspec.commands.meta_memory import draft_bytes, layer_bytes, logits_bytes
 from torchspec.config.keys import keys
 from torchspec.config.schema import Config
+from torchspec.distributed.context_parallel import policy_transport
+from torchspec.distributed.fsdp import compute_dtype
 from torchspec.distributed.mesh import dp_size
 from torchspec.distributed.pipeline.schedule import stage_ranks
 from torchspec.distributed.pipeline.schedule_memory import Snapshot, moments, schedule_order
@@ -140,7 +141,7 @@ def estimate(config: Config, spec: PolicySpec, ranks: int, pp_rank: int = 0) -> 
         else 0
     )
     trunk = draft_logits = training = 0
-    if draft and learned and pp_rank in pipeline.sinks:
+    if draft and learned and pp_rank in pipeline.draft_ranks:
         trunk, draft_logits, training = _draft_bytes(config, draft, rows)
 
     always = 3 * weights.shard + drafted + 3 * learned + reference
@@ -158,7 +159,7 @@ def estimate(config: Config, spec: PolicySpec, ranks: int, pp_rank: int = 0) -> 
     if parallel.pp > 1 and (reference or config.rl.minibatches > 1):
         # Before an update every pack is scored; what came from below and goes on above is kept for all packs.
         ways = sum((stage > 0) + (stage < last) for stage in mine)
-        peak = max(peak, always + weights.gathered + len(pipeline.sinks) * ways * hidden)
+        peak = max(peak, always + weights.gathered + len(pipeline.draft_ranks) * ways * hidden)
     return RankMemory(
         parameters=weights.shard + drafted,
         gradients=weights.gradients + learned,
@@ -240,14 +241,14 @@ class _Pipeline:
         microbatches = _microbatches(config, dp_size(parallel, ranks))
         self.order = schedule_order(schedule, parallel.pp, len(self.split), microbatches)
         last = parallel.pp == 1 or config.parallel.draft_placement == "last"
-        self.sinks = [self.where[-1] if last else m % parallel.pp for m in range(microbatches)]
+        self.draft_ranks = [self.where[-1] if last else m % parallel.pp for m in range(microbatches)]
         self.sources = {}
         if config.draft.enabled and config.draft.train_every:
             names = tap_names(self.split, draft_spec(config, spec).aux_layers)
             self.sources = {stage: len(made) for stage, made in names.items()}
 
     def moments(self, rank: int) -> Iterator[Snapshot]:
-        return moments(self.order, rank, self.where, self.sources, self.sinks)
+        return moments(self.order, rank, self.where, self.sources, self.draft_ranks)
 
 
 def _microbatches(config: Config, replicas: int) -> int:

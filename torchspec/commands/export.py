@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from torchspec.build import base_folder, build_policy, compute_dtype
+from torchspec.build import base_folder, build_policy
 from torchspec.checkpoint.checkpoint import load_weights, newest
 from torchspec.checkpoint.export import export_draft, export_policy
 from torchspec.config.load import load
 from torchspec.config.schema import Config, Parallel
+from torchspec.distributed.fsdp import compute_dtype
 from torchspec.distributed.mesh import Mesh
 from torchspec.drafts import registry
 from torchspec.drafts.base import Verifier

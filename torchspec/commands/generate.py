@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchspec.build import base_folder, load_tokenizer, sampling_of, score
+from torchspec.build import base_folder
 from torchspec.checkpoint.writable import check_writable
 from torchspec.config.schema import Config, longest_draft
 from torchspec.data.problems import load_problems
 from torchspec.data.prompts import encode_prompts
+from torchspec.data.tokenizer import load_tokenizer
 from torchspec.distributed.mesh import Mesh
 from torchspec.errors import ConfigError
 from torchspec.models.spec import PolicySpec
 from torchspec.records import SpecStats
 from torchspec.rewards.scorer import build_scorer
-from torchspec.rollout.engine import Request
+from torchspec.rewards.scoring import score
+from torchspec.rollout.engine import Request, sampling_of
 from torchspec.rollout.files import write_rollouts
 from torchspec.rollout.registry import build_engine, check_engine
 

@@ -1,4 +1,4 @@
-"""FSDP2 for the policy and the draft."""
+"""FSDP2 for the policy and the draft, with mixed precision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from torchspec.config.schema import Config
 from torchspec.distributed.mesh import Mesh
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of forward and backward passes, model.dtype."""
+    return getattr(torch, config.model.dtype)
 
 
 def shard(
@@ -28,7 +34,7 @@ def shard(
     Each of `layers` is gathered for its own forward and backward; what `module` holds besides is one more
     unit. Parameters become DTensors in their own dtype (the master weights), are gathered in
     `compute_dtype`, and their gradients are *summed* over ranks in at least fp32: every loss is already
-    divided by its global number of valid tokens (design D6), so a mean would be wrong.
+    divided by its global number of valid tokens, so a mean would be wrong.
 
     Only calling `module` itself, or one of its `methods`, gathers its weights; inputs are not cast. Outside
     of forward and backward every parameter is its shard, so optimizers, refit and export always see the

@@ -1,4 +1,4 @@
-"""The one authority on ranks: device, process group, device mesh. No other module asks torch.distributed."""
+"""The ranks of a run: device, process groups, device mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchspec.config.schema import Parallel
+from torchspec.config.schema import Config, Parallel
 from torchspec.distributed.device import choose_device_type
 from torchspec.errors import ConfigError
 
@@ -185,3 +185,29 @@ def dp_size(parallel: Parallel, world: int) -> int:
             f"but there are {world}; start torchrun with --nproc-per-node {wanted}, or change [parallel]"
         )
     return world // replica
+
+
+def check_world(config: Config, mesh: Mesh, problems: int, held_out: int) -> None:
+    """Refuse numbers that cannot be divided over the ranks.
+
+    Args:
+        problems, held_out: number of problems to train on, and of held-out ones.
+
+    Raises:
+        ConfigError: a number does not fit; the text names the key, its value and what is allowed.
+    """
+    ranks, replicas = mesh.world_size, mesh.dp_size
+    if mesh.device.type == "cuda" and config.model.dtype == "float32":
+        raise ConfigError("model.dtype = float32 runs on CPU only (flash attention); set it to bfloat16")
+    count, updates = config.rollout.problems_per_step, config.rl.minibatches
+    if count % ranks:
+        raise ConfigError(f"rollout.problems_per_step = {count} must be a multiple of the {ranks} ranks")
+    if count // replicas < updates:
+        raise ConfigError(
+            f"rl.minibatches = {updates} exceeds the {count // replicas} problems of a replica's step"
+        )
+    if config.eval.every and held_out < ranks:
+        raise ConfigError(f"data.eval_size = {held_out} must be at least the {ranks} ranks")
+    most = max(count, config.warmup.problems_per_step if config.warmup.steps else 0)
+    if problems < most:
+        raise ConfigError(f"{problems} problems to train on cannot fill a step of {most}")

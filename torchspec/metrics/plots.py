@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torchspec.metrics.meter import read_metrics
+from torchspec.metrics.writer import read_metrics
 
 PHASES = ("rollout", "reward", "train_policy", "train_draft", "refit", "eval")
 

@@ -48,8 +48,14 @@ class Policy(nn.Module):
             norm and the head with the last. None: all, and only then can the policy be called.
     """
 
-    seconds_waited = 0.0
-    """For taps from other ranks, in the last update; never without a pipeline."""
+    microbatch_multiple = 1
+    """`forward_backward` and `score` take a multiple of this many packs."""
+    can_interrupt = True
+    """Whether the loss of a pack may raise: False where other ranks are then in the middle of a schedule."""
+    seconds_waited: float | None = None
+    """For taps from other ranks, in the last update; None without a pipeline."""
+    sum_over_stages: Callable[[Tensor], Tensor] | None = None
+    """Adds up, in place, a tensor over the ranks that hold other layers; None: this rank holds all layers."""
 
     def __init__(
         self,
@@ -157,6 +163,9 @@ class Policy(nn.Module):
             if draft_step and output.taps:
                 draft_step(batch, output.taps)
             del output  # its taps, before the next pack's forward
+
+    def finish_draft(self, draft: nn.Module) -> None:
+        """Complete the draft's gradients after `forward_backward`; a pipeline adds up those of its ranks."""
 
     def run_layer(self, layer: nn.Module, h: Tensor, batch: Batch) -> Tensor:
         """One layer on h [1, T, E], with its activations recomputed in the backward if that is asked for."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torchspec.config.schema import Config
 from torchspec.records import Rollout
 
 if TYPE_CHECKING:
@@ -42,6 +43,17 @@ class Sampling:
     top_k: int = 0
     max_new_tokens: int
     seed: int | None = None
+
+
+def sampling_of(config: Config) -> Sampling:
+    """Return the sampling that [rollout] asks for."""
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_new_tokens,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,7 @@ class Guards:
         self.bounds = [bound for bound in bounds if bound[2]]  # 0 turns one off
         self.crossed = {metric: 0 for metric, *_ in bounds}
 
-    def look(self, step: int, values: dict[str, float]) -> None:
+    def check(self, step: int, values: dict[str, float]) -> None:
         """Judge a step's metrics.
 
         Raises:

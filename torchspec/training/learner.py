@@ -17,10 +17,11 @@ from torchspec.config.schema import Config
 from torchspec.data import packing
 from torchspec.distributed.context_parallel import local_rows
 from torchspec.distributed.mesh import Mesh
-from torchspec.distributed.pipeline.policy import sum_gradients
+from torchspec.drafts.base import DraftModel
 from torchspec.drafts.trainer import DraftTrainer
 from torchspec.errors import NonFinite
-from torchspec.metrics.meter import Meter, Stopwatch
+from torchspec.metrics.meter import Meter
+from torchspec.metrics.stopwatch import Stopwatch
 from torchspec.models.policy import LossOfPack, Policy, PolicyOutput
 from torchspec.records import Batch, Rollout, SamplingLaw, Taps
 from torchspec.training.optim import ModelOptimizer
@@ -32,6 +33,10 @@ class DraftLearner(NamedTuple):
 
     trainer: DraftTrainer
     optimizer: ModelOptimizer
+
+    @property
+    def model(self) -> DraftModel:
+        return self.trainer.draft
 
 
 class Learner:
@@ -144,7 +149,7 @@ class Learner:
         lengths = [len(r.prompt_tokens) + len(r.tokens) for r in rollouts]
         needed = packing.num_packs_needed(lengths, size)
         count = int(self.mesh.max_over_world(torch.tensor([needed])).item())
-        count += -count % self.mesh.pp_size  # what every pipeline schedule can do with
+        count += -count % self.policy.microbatch_multiple
         group = self.mesh.cp_group
         return [
             local_rows(batch, group, self.transport).to(self.mesh.device)
@@ -175,7 +180,7 @@ class Learner:
         worst = torch.zeros((), device=self.mesh.device)
 
         def checked(index: int, output: PolicyOutput, batch: Batch) -> Tensor:
-            if self.mesh.pp_size == 1:  # not between the microbatches of a schedule, which other ranks are in
+            if self.policy.can_interrupt:
                 self._check()
             value = loss(index, output, batch)
             worst.add_((~value.detach().isfinite()).float())
@@ -192,13 +197,12 @@ class Learner:
         self._check = lambda: None
         if self.mesh.max_over_world(worst).item():
             raise NonFinite("the policy's loss is not finite; no update was made")
-        if draft and self.mesh.pp_size > 1:
+        if draft:
             with self._watch.time("draft"):
-                sum_gradients(draft.trainer.draft, self.mesh)
+                self.policy.finish_draft(draft.trainer.draft)
         self._step({n: o for n, o in self.optimizers.items() if n == "policy" or draft}, meter)
-        if draft and self.mesh.pp_size > 1:
-            share = self.policy.seconds_waited / (time.perf_counter() - started)
-            meter.maximum("perf/tap_wait", share)
+        if draft and (waited := self.policy.seconds_waited) is not None:
+            meter.maximum("perf/tap_wait", waited / (time.perf_counter() - started))
 
     def _draft_pass(
         self, draft: DraftTrainer, packs: list[Batch], meter: Meter

@@ -31,6 +31,40 @@ class FrozenCopy:
         return ((name, x.to(dtype) if dtype and x.is_floating_point() else x) for name, x in self._weights)
 
 
+class ServedWeights:
+    """The models that are trained, as this rank's engine serves them.
+
+    `policy_version` and `draft_version` are the steps of the last update of each model.
+    """
+
+    def __init__(
+        self, engine: Engine, policy: HasWeights, draft: HasWeights | None, dtype: torch.dtype
+    ) -> None:
+        self._engine, self._policy, self.draft, self._dtype = engine, policy, draft, dtype
+        self.policy_version = self.draft_version = 0
+
+    def send(self) -> None:
+        """Send policy and draft, also a draft that did not change: engines lose it in their sleep. Collective."""
+        self._refit(self._policy, self.draft, self.draft_version)
+
+    def send_draft(self, draft: HasWeights | None, version: int | None = None) -> None:
+        """Send a draft alone; `version` None: that of the trained draft. Collective.
+
+        None sends no weights, and only empties the engine's prefix cache.
+        """
+        self._refit(None, draft, self.draft_version if version is None else version)
+
+    def _refit(self, policy: HasWeights | None, draft: HasWeights | None, draft_version: int) -> None:
+        refit(
+            self._engine,
+            policy,
+            draft,
+            policy_version=self.policy_version,
+            draft_version=draft_version,
+            dtype=self._dtype,
+        )
+
+
 def refit(
     engine: Engine,
     policy: HasWeights | None,

@@ -1,18 +1,26 @@
-"""The supervised warm-up that teaches a policy the answer format before RL; done once, then cached."""
+"""The supervised warm-up that teaches a policy the answer format before RL; it runs once and is cached."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchspec.checkpoint.cache import cache_folder, contents, fingerprint, remove_folder
+from torchspec.checkpoint.export import export_draft, export_policy
+from torchspec.checkpoint.run_folder import all_ranks_see
 from torchspec.config.schema import Config
 from torchspec.data.prompts import encode_prompt
 from torchspec.data.sampler import ProblemOrder
 from torchspec.distributed.mesh import Mesh
+from torchspec.drafts.build import load_draft
 from torchspec.errors import ConfigError
 from torchspec.metrics.meter import Meter
+from torchspec.models.hf import load_hf
 from torchspec.records import Problem, Rollout
 from torchspec.training.learner import Learner
+from torchspec.training.task import Task
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +30,7 @@ def check(config: Config, problems: list[Problem], tokenizer: PreTrainedTokenize
     """Refuse problems that cannot be taught, before weights load.
 
     Raises:
-        ConfigError: a problem without an answer, or whose taught document exceeds model.max_len.
+        ConfigError: a problem has no answer, or its prompt and response exceed model.max_len.
     """
     for problem in problems if config.warmup.steps else ():
         if not problem.answer:
@@ -37,6 +45,47 @@ def check(config: Config, problems: list[Problem], tokenizer: PreTrainedTokenize
             )
 
 
+def warm_up(
+    config: Config, mesh: Mesh, learner: Learner, task: Task, base: Path, say: Callable[[str], None]
+) -> tuple[Path, Path | None]:
+    """Teach the answer format, or load the result of an earlier warm-up with equal settings. Collective.
+
+    Args:
+        base: the checkpoint that the policy was loaded from.
+
+    Returns:
+        The folders of policy and draft that an engine starts from; None without a draft.
+    """
+    cached = cache_folder(config) / f"start-{mesh.from_main(_key(config, base))}"
+    policy, draft = cached / "policy", cached / "draft"
+    model = learner.draft.model if learner.draft else None
+    if not config.warmup.steps:
+        if model:
+            remove_folder(draft, mesh)
+            export_draft(model, draft, mesh)
+        return base, draft if model else None
+    if all_ranks_see(policy, mesh):
+        say(f"warm-up: taken from {cached}")
+        load_hf(learner.policy, policy)
+        if model:
+            load_draft(model, draft)
+        return policy, draft if model else None
+    remove_folder(cached, mesh)  # what an interrupted warm-up left
+    train(config, mesh, learner, task.problems, task.tokenizer, say)
+    if model:
+        export_draft(model, draft, mesh)
+    export_policy(learner.policy, policy, base, mesh)  # last: its presence says that all is there
+    return policy, draft if model else None
+
+
+def _key(config: Config, base: Path) -> str:
+    """Return the main rank's key in the cache: on other nodes the same files have other times."""
+    # An option of the draft that no warm-up reads must not start another warm-up.
+    options = dataclasses.replace(config.draft, train_every=1)
+    files = contents(base, config.data.path, config.draft.init)
+    return fingerprint(config.model, options, config.data, config.warmup, config.run.seed, files)
+
+
 def train(
     config: Config,
     mesh: Mesh,
@@ -45,7 +94,7 @@ def train(
     tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None],
 ) -> None:
-    """warmup.steps updates on warmup.template; the draft takes part in the last warmup.draft_steps."""
+    """Make warmup.steps updates on warmup.template; the draft takes part in the last warmup.draft_steps."""
     warmup = config.warmup
     order = ProblemOrder(problems, config.run.seed)
     for step in range(1, warmup.steps + 1):
@@ -61,7 +110,7 @@ def train(
 
 
 def example(problem: Problem, template: str, tokenizer: PreTrainedTokenizerBase) -> Rollout:
-    """The response that is taught for one problem, in the form the learner takes."""
+    """Return the response that is taught for one problem, as a rollout."""
     response = template.replace("{question}", problem.messages[-1]["content"])
     response = response.replace("{answer}", problem.answer or "")
     tokens = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]

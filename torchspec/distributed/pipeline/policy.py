@@ -33,7 +33,7 @@ from torchspec.distributed.pipeline.schedule import (
 )
 from torchspec.distributed.pipeline.split import tap_names
 from torchspec.distributed.pipeline.stage import ScheduledStage, Stage, StageOutput
-from torchspec.distributed.pipeline.tap_channel import Load, TapChannel, connect, poison_groups
+from torchspec.distributed.pipeline.tap_channel import MicrobatchInfo, TapChannel, connect, poison_groups
 from torchspec.models import titan
 from torchspec.models.policy import LossOfPack, Policy, PolicyOutput, full_weight
 from torchspec.models.spec import PolicySpec
@@ -51,7 +51,7 @@ class _Update:
     """Rows of a message between stages; 0: as many as the pack has."""
     aux_layers: tuple[int, ...] = ()
     channel: TapChannel | None = None
-    sinks: list[int] = field(default_factory=list)
+    draft_ranks: list[int] = field(default_factory=list)
     draft_step: Callable[[Batch, Taps], None] | None = None
     waiting: deque[tuple[int, Taps]] = field(default_factory=deque)
     """Microbatches whose taps are here, but the draft has not been trained on them."""
@@ -64,9 +64,11 @@ class PipelinedPolicy(Policy):
         split: the layers of each stage.
         schedule: 1F1B, GPipe, Interleaved1F1B or ZBVZeroBubble.
         placement: where the draft is trained: on the rank of the last stage, or microbatch m on rank m mod P
-            ("spread"). Either way its gradients must be summed over the pipeline (`sum_gradients`).
+            ("spread"). Either way `finish_draft` adds up its gradients over the pipeline.
         timeout_s: longest wait for a tap.
     """
+
+    can_interrupt = False
 
     def __init__(
         self,
@@ -85,6 +87,8 @@ class PipelinedPolicy(Policy):
         held = {i for stage in mine for i in split[stage]}
         super().__init__(spec, activation_checkpointing=activation_checkpointing, held=held)
         self.mesh = mesh
+        self.microbatch_multiple = mesh.pp_size
+        self.sum_over_stages = mesh.sum_over_pp_
         self.schedule, self.placement, self.timeout_s = schedule, placement, timeout_s
         self.stages = {
             index: Stage(self.decoder, index, split[index], index == len(split) - 1, self.run_stage)
@@ -189,6 +193,15 @@ class PipelinedPolicy(Policy):
                 self.seconds_waited = update.channel.seconds_waited
         self._update = None
 
+    def finish_draft(self, draft: nn.Module) -> None:
+        """Sum the gradients of the draft, which every rank has a copy of; a missing gradient counts as zeros."""
+        for parameter in draft.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                grad = parameter.grad
+                self.mesh.sum_over_pp_(grad.to_local() if isinstance(grad, DTensor) else grad)
+
     def _make_schedule(self, update: _Update, loss: LossOfPack) -> Any:
         def loss_of(output: tuple[Tensor, Tensor], microbatch: Tensor) -> Tensor:
             m = int(microbatch)
@@ -244,12 +257,12 @@ class PipelinedPolicy(Policy):
         self._train_draft(most_waiting=self.mesh.pp_size)
 
     def after_backward(self, stage: int, microbatch: int) -> None:
-        """Take the microbatch's taps, if this is the place: see `order.takes`."""
+        """Take the microbatch's taps, if this is the place: see `schedule.take_positions`."""
         update = self._update
         assert update is not None
         if update.channel is None or stage != max(self.stages):
             return
-        if update.sinks[microbatch] != self.mesh.pp_rank:
+        if update.draft_ranks[microbatch] != self.mesh.pp_rank:
             return
         names = tap_names(self.split, update.aux_layers)
         taken = {
@@ -269,7 +282,7 @@ class PipelinedPolicy(Policy):
             with torch.enable_grad():
                 update.draft_step(update.packs[m], taps)
 
-    def sinks(self, microbatches: int) -> list[int]:
+    def draft_ranks(self, microbatches: int) -> list[int]:
         """The pipeline rank that trains the draft on each microbatch."""
         last = self.placement == "last"
         return [self.where[-1] if last else m % self.mesh.pp_size for m in range(microbatches)]
@@ -298,7 +311,7 @@ class PipelinedPolicy(Policy):
     def _open_channel(self, update: _Update, schedule: Any) -> None:
         channel = update.channel = self.channel(update.aux_layers)
         ranks, count = self.mesh.pp_size, len(update.packs)
-        sinks = update.sinks = self.sinks(count)
+        draft_ranks = update.draft_ranks = self.draft_ranks(count)
         if isinstance(schedule, PipelineScheduleMulti):
             order = read_order(schedule.pipeline_order)
         else:
@@ -306,12 +319,12 @@ class PipelinedPolicy(Policy):
         known = happens_before(order)
         depths = {
             (source, sink): ring_depth(
-                order, known, source, sink, [m for m, rank in enumerate(sinks) if rank == sink]
+                order, known, source, sink, [m for m, rank in enumerate(draft_ranks) if rank == sink]
             )
             for source in channel.sources
-            for sink in {*sinks} - {self.where[source]}
+            for sink in {*draft_ranks} - {self.where[source]}
         }
-        channel.begin([Load.of(batch) for batch in update.packs], sinks, depths)
+        channel.begin([MicrobatchInfo.of(batch) for batch in update.packs], draft_ranks, depths)
 
     @contextmanager
     def _stopping_all(self) -> Generator[None]:
@@ -370,13 +383,3 @@ class PipelinedPolicy(Policy):
     def _empty(self, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
         stored = next(self.parameters()).dtype
         return torch.empty(tuple(shape), dtype=dtype or stored, device=self.mesh.device)
-
-
-def sum_gradients(module: nn.Module, mesh: Mesh) -> None:
-    """Add up the gradients of a module that every rank of the pipeline has a copy of; none count as zeros."""
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            grad = parameter.grad
-            mesh.sum_over_pp_(grad.to_local() if isinstance(grad, DTensor) else grad)

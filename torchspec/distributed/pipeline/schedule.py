@@ -105,7 +105,7 @@ def _needs(action: Action, last: int) -> Action | None:
     return Action("B", stage + 1, m) if stage < last else Action("F", last, m)
 
 
-def takes(order: Order, rank: int, jobs: Sequence[int]) -> list[int]:
+def take_positions(order: Order, rank: int, jobs: Sequence[int]) -> list[int]:
     """Positions in `order[rank]` after which the rank takes the taps of each of its microbatches `jobs`.
 
     That is its first backward of the microbatch: every stage's forward of it lies before, so no take can
@@ -130,7 +130,7 @@ def ring_depth(
 
     Example: 1F1B, all microbatches taken on the last of P ranks: P - source, or all of them if fewer
     """
-    taken_at = takes(order, sink, jobs)
+    taken_at = take_positions(order, sink, jobs)
     depth = 1
     for k, m in enumerate(jobs):
         finished = known[Action("F", source, m)][sink]

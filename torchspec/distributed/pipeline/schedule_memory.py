@@ -15,7 +15,7 @@ from torchspec.distributed.pipeline.schedule import (
     read_order,
     ring_depth,
     run_order,
-    takes,
+    take_positions,
 )
 
 
@@ -48,28 +48,28 @@ def schedule_order(schedule: str, ranks: int, stages: int, microbatches: int) ->
 
 
 def moments(
-    order: Order, rank: int, where: Sequence[int], sources: Mapping[int, int], sinks: Sequence[int]
+    order: Order, rank: int, where: Sequence[int], sources: Mapping[int, int], draft_ranks: Sequence[int]
 ) -> Iterator[Snapshot]:
     """All moments of one rank, in order.
 
     Args:
         where: pipeline rank of each stage.
         sources: how many taps each stage makes; empty: no draft is trained.
-        sinks: pipeline rank that trains the draft on each microbatch.
+        draft_ranks: pipeline rank that trains the draft on each microbatch.
     """
     known = happens_before(order)
-    jobs = [m for m, sink in enumerate(sinks) if sink == rank] if sources else []
-    taken_after = set(takes(order, rank, jobs))
+    jobs = [m for m, sink in enumerate(draft_ranks) if sink == rank] if sources else []
+    taken_after = set(take_positions(order, rank, jobs))
     own = [stage for stage in sources if where[stage] == rank]
     foreign = {
         stage: ring_depth(order, known, stage, rank, jobs) for stage in sources if where[stage] != rank
     }
     outboxes = {
         (stage, sink): deque[int](
-            maxlen=ring_depth(order, known, stage, sink, [m for m, s in enumerate(sinks) if s == sink])
+            maxlen=ring_depth(order, known, stage, sink, [m for m, s in enumerate(draft_ranks) if s == sink])
         )
         for stage in own
-        for sink in {*sinks} - {rank}
+        for sink in {*draft_ranks} - {rank}
     }
     flying: set[tuple[int, int]] = set()
     local: set[tuple[int, int]] = set()
@@ -94,10 +94,10 @@ def moments(
             yield from train(most_waiting=len(order))
             flying.add((stage, m))
             if stage in own:
-                if sinks[m] == rank:
+                if draft_ranks[m] == rank:
                     local.add((stage, m))
                 else:
-                    outboxes[stage, sinks[m]].append(m)
+                    outboxes[stage, draft_ranks[m]].append(m)
         yield moment(kind, stage)
         if kind == "B":
             flying.remove((stage, m))

@@ -28,14 +28,14 @@ _HEADER = ("step", "stage", "microbatch", "rows", "dtype", "pack")
 _NEVER_SENT = 0x7A9  # a tag that no message carries
 
 
-class Load(NamedTuple):
+class MicrobatchInfo(NamedTuple):
     """What sink and source must agree on of a microbatch: rows of this rank, and the pack they are of."""
 
     rows: int
     signature: int
 
     @classmethod
-    def of(cls, batch: Batch) -> Load:
+    def of(cls, batch: Batch) -> MicrobatchInfo:
         return cls(len(batch.tokens), zlib.crc32(batch.cu_seqlens.numpy().tobytes()))
 
 
@@ -119,8 +119,8 @@ class TapChannel:
         """Of taps alone, in this step."""
         self.seconds_waited = 0.0
         """In `take`, in the last step: of the host, or on CUDA of the stream."""
-        self._loads: list[Load] = []
-        self._sinks: list[int] = []
+        self._infos: list[MicrobatchInfo] = []
+        self._draft_ranks: list[int] = []
         self._local: dict[tuple[int, int], list[Tensor]] = {}
         self._outboxes: dict[tuple[int, int], _Outbox] = {}
         self._inboxes: dict[int, _Inbox] = {}
@@ -129,27 +129,30 @@ class TapChannel:
         self._poison = ""
 
     def begin(
-        self, loads: Sequence[Load], sinks: Sequence[int], depths: Mapping[tuple[int, int], int]
+        self,
+        infos: Sequence[MicrobatchInfo],
+        draft_ranks: Sequence[int],
+        depths: Mapping[tuple[int, int], int],
     ) -> None:
         """Start a step and post its first receives.
 
         Args:
-            loads: of each microbatch, equal on all ranks of the pipeline.
-            sinks: pipeline rank that takes each microbatch's taps.
+            infos: of each microbatch, equal on all ranks of the pipeline.
+            draft_ranks: pipeline rank that takes each microbatch's taps.
             depths: `order.ring_depth` of each (source, sink) on different ranks.
         """
         self._refuse_poisoned()
         self.step += 1
-        self._loads, self._sinks = list(loads), list(sinks)
+        self._infos, self._draft_ranks = list(infos), list(draft_ranks)
         self.sent = {stage: 0 for stage in self.sources}
         self.bytes_sent, self.seconds_waited = 0, 0.0
         self._outboxes = {
             (stage, sink): _Outbox(depth=depths[stage, sink])
             for stage in self.sources
             if self.stage_ranks[stage] == self.rank
-            for sink in {*self._sinks} - {self.rank}
+            for sink in {*self._draft_ranks} - {self.rank}
         }
-        mine = [m for m, sink in enumerate(self._sinks) if sink == self.rank]
+        mine = [m for m, sink in enumerate(self._draft_ranks) if sink == self.rank]
         foreign = [stage for stage in self.sources if self.stage_ranks[stage] != self.rank]
         self._inboxes = {stage: _Inbox(jobs=mine) for stage in foreign if mine}
         for stage, inbox in self._inboxes.items():
@@ -163,7 +166,7 @@ class TapChannel:
         """
         self._refuse_poisoned()
         assert len(taps) == self.sources[stage]
-        sink = self._sinks[microbatch]
+        sink = self._draft_ranks[microbatch]
         self.sent[stage] += 1
         tensors = [tap.detach() for tap in taps]
         if sink == self.rank:
@@ -224,7 +227,7 @@ class TapChannel:
         self.seconds_waited += sum(a.elapsed_time(b) for a, b in self._stream_waits) / 1000
         self._unchecked.clear()
         self._stream_waits.clear()
-        total = len(self._sinks)
+        total = len(self._draft_ranks)
         for stage, sent in self.sent.items():
             if self.stage_ranks[stage] == self.rank and sent != total:
                 self._fail(f"stage {stage} sent the taps of {sent} microbatches, not of {total}")
@@ -243,7 +246,7 @@ class TapChannel:
     # Parts
 
     def _header(self, stage: int, microbatch: int, rows: int, dtype: torch.dtype) -> list[int]:
-        signature = self._loads[microbatch].signature
+        signature = self._infos[microbatch].signature
         return [self.step, stage, microbatch, rows, _DTYPES.index(dtype), signature]
 
     def _transfer(self, op, tensor: Tensor, stage: int, **peer: int) -> dist.Work | None:
@@ -251,7 +254,7 @@ class TapChannel:
         return op(tensor, group=self.groups[stage], **peer) if tensor.numel() else None
 
     def _post(self, stage: int, microbatch: int) -> _Message:
-        rows = self._loads[microbatch].rows
+        rows = self._infos[microbatch].rows
         header = torch.empty(len(_HEADER), dtype=torch.int64, device=self.device)
         taps = [
             torch.empty(rows, self.width, dtype=self.dtype, device=self.device)
@@ -263,7 +266,7 @@ class TapChannel:
 
     def _receive(self, message: _Message, stage: int, microbatch: int, inbox: _Inbox) -> None:
         what = f"the taps of microbatch {microbatch} from stage {stage} ({self._counts(inbox)})"
-        expected = self._header(stage, microbatch, self._loads[microbatch].rows, self.dtype)
+        expected = self._header(stage, microbatch, self._infos[microbatch].rows, self.dtype)
         started = time.perf_counter()
         if self.device.type == "cuda":  # a look at the header would make the host wait
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))

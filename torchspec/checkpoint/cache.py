@@ -1,0 +1,42 @@
+"""The cache of a run folder: what its results depend on, and where they lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torchspec.config.schema import Config
+from torchspec.distributed.mesh import Mesh
+
+
+def cache_folder(config: Config) -> Path:
+    """Return the folder that all runs of one run.dir share."""
+    return Path(config.run.dir) / "cache"
+
+
+def fingerprint(*parts: Any) -> str:
+    """Return twelve hex digits that change whenever a part (a plain value or a config section) does."""
+    plain = [dataclasses.asdict(p) if dataclasses.is_dataclass(p) else p for p in parts]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def contents(*paths: str | Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of the files a run starts from: its cached results depend on them."""
+    files = [
+        f
+        for p in map(Path, filter(str, paths))
+        for f in (sorted(p.iterdir()) if p.is_dir() else [p])
+        if f.is_file()
+    ]
+    return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+
+
+def remove_folder(folder: Path, mesh: Mesh) -> None:
+    """Remove a folder, if it is there, on the main rank; all ranks wait for it."""
+    if mesh.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+    mesh.barrier()
