@@ -172,14 +172,12 @@ def _draw_where_rejected() -> None:
         target_logits: torch.Tensor,  # float32 [n, V]
         bonus_token_ids: torch.Tensor,  # int [B, 1]
         sampling_metadata: Any,
-        synthetic_mode: bool = False,
-        synthetic_conditional_rates: torch.Tensor | None = None,
-        use_fp64_gumbel: bool = False,
+        **options: Any,  # what vLLM names: synthetic_mode and others that sampling does not use
     ) -> torch.Tensor:  # int32 [B, max_spec_len + 1], -1 behind what was sampled
-        if not sampling_metadata.all_random or synthetic_mode:
+        if not sampling_metadata.all_random or options.get("synthetic_mode"):
             return original(
                 draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits,
-                bonus_token_ids, sampling_metadata, synthetic_mode, synthetic_conditional_rates, use_fp64_gumbel,
+                bonus_token_ids, sampling_metadata, **options,
             )  # fmt: skip
         generators = sampling_metadata.generators
         tokens = draft_token_ids.long().clamp(min=0)[:, None]  # -1 holds a place, and is rejected

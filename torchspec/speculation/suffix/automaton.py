@@ -51,7 +51,7 @@ def _cache_folder() -> str:
 CACHE_FOLDER = _cache_folder()
 
 
-def compiled(function):
+def jit(function):
     """Compile on the first call and keep the code; ranks that compile at once write whole files, last one wins."""
     config: Any = numba.config
     before = config.CACHE_DIR
@@ -70,18 +70,18 @@ def _pointer(typing_context, address):
     return types.CPointer(types.int32)(types.int64), generate
 
 
-@compiled
+@jit
 def nodes_of(table, a):
     return carray(_pointer(table[a, T_NODES]), (table[a, T_NODE_ROWS], table[a, T_WIDTH]))
 
 
-@compiled
+@jit
 def slots_of(table, a):
     width = 3 if table[a, T_WIDTH] == LIVE_WIDTH else 2
     return carray(_pointer(table[a, T_SLOTS]), (table[a, T_SLOT_ROWS], width))
 
 
-@compiled
+@jit
 def _home(s, token, rows):
     """Return the slot where an edge's search begins."""
     key = (np.uint64(s) << np.uint64(32)) | np.uint64(np.uint32(token))
@@ -91,7 +91,7 @@ def _home(s, token, rows):
     return np.int64(((key & np.uint64(0xFFFFFFFF)) * np.uint64(rows)) >> np.uint64(32))
 
 
-@compiled
+@jit
 def child(nodes, slots, s, token):
     """Return the state after `token` in state `s`; -1: none."""
     live = nodes.shape[1] == LIVE_WIDTH
@@ -116,7 +116,7 @@ def child(nodes, slots, s, token):
     return -1
 
 
-@compiled
+@jit
 def _place(slots, s, d, token):
     rows = slots.shape[0]
     at = _home(s, token, rows)
@@ -129,7 +129,7 @@ def _place(slots, s, d, token):
     return at
 
 
-@compiled
+@jit
 def rehash(nodes, slots, states, rows):
     """Return the live automaton's edges in a table of `rows` rows."""
     larger = np.full((rows, 3), -1, np.int32)
@@ -144,7 +144,7 @@ def rehash(nodes, slots, states, rows):
     return larger
 
 
-@compiled
+@jit
 def _add_edge(nodes, slots, size, s, d):
     """Give `s` its first edge by d's token. `size` is [states, edges in slots]; there must be room."""
     if nodes[s, FIRST] < 0:
@@ -156,7 +156,7 @@ def _add_edge(nodes, slots, size, s, d):
     size[1] += 1
 
 
-@compiled
+@jit
 def _redirect(nodes, slots, s, old, new):
     """Turn the edge s -> old to `new`; False: there is none."""
     found = False
@@ -179,7 +179,7 @@ def _redirect(nodes, slots, s, old, new):
     return found
 
 
-@compiled
+@jit
 def _new_state(nodes, size, length, token):
     s = size[0]
     size[0] += 1
@@ -194,7 +194,7 @@ def _new_state(nodes, size, length, token):
     return s
 
 
-@compiled
+@jit
 def _split(nodes, slots, size, p, q, live):
     """Make the substrings of `q` that are no longer than LEN[p] + 1 a state of their own."""
     c = _new_state(nodes, size, nodes[p, LEN] + 1, nodes[q, TOKEN])
@@ -214,7 +214,7 @@ def _split(nodes, slots, size, p, q, live):
     return c
 
 
-@compiled
+@jit
 def extend(nodes, slots, size, last, token, live):
     """Append `token` to the sequence that ends in state `last`; return its new state.
 
@@ -240,7 +240,7 @@ def extend(nodes, slots, size, last, token, live):
     return new
 
 
-@compiled
+@jit
 def edges_needed(nodes, slots, last, token):
     """Return an upper bound on the slots that `extend` will fill."""
     edges = 0
@@ -260,12 +260,12 @@ def edges_needed(nodes, slots, last, token):
     return edges
 
 
-@compiled
+@jit
 def has_room(slots, size, edges):
     return 4 * (size[1] + edges) <= 3 * slots.shape[0]
 
 
-@compiled
+@jit
 def build(tokens, starts):
     """Return (nodes, slots) of the frozen automaton of the sequences tokens[starts[i] : starts[i + 1]], int32."""
     total = tokens.shape[0]
@@ -289,7 +289,7 @@ def build(tokens, starts):
     return _freeze(nodes, slots, size[0], size[1])
 
 
-@compiled
+@jit
 def _better(nodes, a, b):
     """Whether `a` is the better child: more frequent, or as frequent with the smaller token."""
     if nodes[a, COUNT] != nodes[b, COUNT]:
@@ -297,7 +297,7 @@ def _better(nodes, a, b):
     return nodes[a, TOKEN] < nodes[b, TOKEN]
 
 
-@compiled
+@jit
 def _add_up_counts(nodes, states):
     """Add each state's counts to its link's, longer states first. BEST counts who still has to report."""
     for s in range(states):
@@ -315,7 +315,7 @@ def _add_up_counts(nodes, states):
             t = link
 
 
-@compiled
+@jit
 def _freeze(nodes, slots, states, edges):
     """Return exact counts and best children, in arrays without slack."""
     _add_up_counts(nodes, states)
@@ -343,7 +343,7 @@ def _freeze(nodes, slots, states, edges):
     return frozen_nodes, frozen_slots
 
 
-@compiled
+@jit
 def count_token(nodes, old, new):
     """Count the token that took a live sequence from `old` to `new` for their longest suffixes."""
     v = new
@@ -364,7 +364,7 @@ def count_token(nodes, old, new):
         u = nodes[u, LINK]
 
 
-@compiled
+@jit
 def new_live(nodes):
     """Make row 0 the root."""
     size = np.zeros(2, np.int64)

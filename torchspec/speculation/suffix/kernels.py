@@ -19,11 +19,11 @@ from torchspec.speculation.suffix.automaton import (
     T_STATES,
     TOKEN,
     child,
-    compiled,
     count_token,
     edges_needed,
     extend,
     has_room,
+    jit,
     nodes_of,
     slots_of,
 )
@@ -41,7 +41,7 @@ before its observations weigh as much as the counts."""
 LARGEST_PROBABILITY = 0.999
 
 
-@compiled
+@jit
 def append(table, automata, states, rows, scope, tokens, starts, done):
     """Append each request's new tokens to its live automaton of one scope.
 
@@ -68,7 +68,7 @@ def append(table, automata, states, rows, scope, tokens, starts, done):
     return -1
 
 
-@compiled
+@jit
 def _move(nodes, slots, s, m, tokens):
     """Return the longest match's state and length after `tokens`."""
     for token in tokens:
@@ -83,7 +83,7 @@ def _move(nodes, slots, s, m, tokens):
     return s, m
 
 
-@compiled
+@jit
 def follow(table, automata, states, matches, r, tokens):
     """Move request r's cursors in its frozen automata over `tokens`, newest generation first."""
     for scope in range(PROBLEM, automata.shape[1]):
@@ -95,7 +95,7 @@ def follow(table, automata, states, matches, r, tokens):
         matches[r, scope] = m
 
 
-@compiled
+@jit
 def follow_all(table, automata, states, matches, rows, tokens, starts, recent):
     """`follow` for a batch; `recent` [rows, n] keeps each request's last n tokens, newest last."""
     width = recent.shape[1]
@@ -108,7 +108,7 @@ def follow_all(table, automata, states, matches, rows, tokens, starts, recent):
         recent[r, width - n :] = new[new.shape[0] - n :]
 
 
-@compiled
+@jit
 def _log2_bucket(n, buckets):
     bucket = 0
     while n > 0 and bucket < buckets - 1:
@@ -117,7 +117,7 @@ def _log2_bucket(n, buckets):
     return bucket
 
 
-@compiled
+@jit
 def _walk(nodes, s, m, kind, weight, limit, floor, factors, tokens, probs, plain, cells):
     """Follow the most frequent continuation; return the number of tokens and of expected acceptances."""
     path, expected, j = weight, 0.0, 0
@@ -147,7 +147,7 @@ def _walk(nodes, s, m, kind, weight, limit, floor, factors, tokens, probs, plain
     return j, expected
 
 
-@compiled
+@jit
 def propose(
     table,
     automata,
@@ -229,7 +229,7 @@ def propose(
                 cells[r, :n] = new_cells[:n]
 
 
-@compiled
+@jit
 def pack(rows, drafts, probs, lengths, starts, out_tokens, out_probs):
     """Write the drafts of `rows` as one flat array; fill starts [rows + 1]."""
     starts[0] = 0
@@ -241,7 +241,7 @@ def pack(rows, drafts, probs, lengths, starts, out_tokens, out_probs):
         starts[i + 1] = at + n
 
 
-@compiled
+@jit
 def calibrate(rows, tokens, starts, drafts, plain, cells, lengths, predicted, accepted, factors):
     """Compare the last drafts with the tokens that came: what was predicted, what would have been accepted.
 
@@ -262,7 +262,7 @@ def calibrate(rows, tokens, starts, drafts, plain, cells, lengths, predicted, ac
     factors_of(predicted, accepted, factors)
 
 
-@compiled
+@jit
 def factors_of(predicted, accepted, factors):
     """Fill in the factor on each cell's probabilities."""
     cells = factors.shape[0] // CELLS[0]
