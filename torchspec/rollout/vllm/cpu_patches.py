@@ -207,7 +207,7 @@ def _draw_where_rejected() -> None:
             first += count
         return out
 
-    rejection_sampler.rejection_sample = rejection_sample
+    rejection_sampler.rejection_sample = rejection_sample  # pyrefly: ignore[bad-assignment]  # its last options by name
 
 
 def _one_of(weights: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
