@@ -19,6 +19,7 @@ from torchspec.rollout.engine import Request, Sampling
 from torchspec.rollout.vllm.engine import VllmEngine
 from torchspec.speculation.cost_table import CostTable
 from torchspec.speculation.lengths import LengthStats
+from torchspec.speculation.plan import Choice
 from torchspec.speculation.speculator import Speculator
 
 pytestmark = pytest.mark.e2e
@@ -121,7 +122,7 @@ class Mixing(Speculator):
 
     def _choose(self, weights, drafts, saved, paths, need):
         chains = np.minimum(need, np.arange(len(need)) % 3)
-        return int(chains.max(initial=0)), True, chains, saved
+        return Choice(int(chains.max(initial=0)), True, chains, saved)
 
 
 def law_of_short_responses(engine, oracle, drafter, count, policy="unlimited", length=4, top_k=3):
