@@ -312,7 +312,7 @@ def test_two_ranks_run_their_own_loads(folders, plain, tmp_path):
     launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     done = subprocess.run(
         [sys.executable, *launch, "--rdzv-endpoint=localhost:0", str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=200,
