@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchspec.attention import Traffic, choose_transport
+from torchspec.checkpoint.cache import private_name, publish
 from torchspec.checkpoint.export import load_draft
 from torchspec.config.schema import Config, Draft
 from torchspec.data.problems import check_tokenizer
@@ -69,9 +70,11 @@ def base_folder(config: Config, mesh: Mesh) -> Path:
     if model.source != "tiny":
         return resolve_source(model.source)
     folder = cache_folder(config) / f"tiny-{fingerprint(model.tiny, model.max_len, config.run.seed)}"
-    if mesh.is_main and not folder.exists():
-        make_tiny(folder, model.tiny, model.max_len, config.run.seed)
-    mesh.barrier()
+    if mesh.from_main(not folder.exists()):
+        private = private_name(folder, mesh)
+        if mesh.is_main:
+            make_tiny(private, model.tiny, model.max_len, config.run.seed)
+        publish(private, folder, mesh)
     return folder
 
 

@@ -30,9 +30,18 @@ from torchspec.build import (
     score,
     special_ids,
 )
+from torchspec.checkpoint.cache import private_name, publish
 from torchspec.checkpoint.checkpoint import Checkpoints, Component, newest, reseed, restore
 from torchspec.checkpoint.export import export_draft, export_policy, load_draft
-from torchspec.checkpoint.run_folder import all_ranks_see, create_run_folder, find_run, note, note_resumption
+from torchspec.checkpoint.lock import own_run
+from torchspec.checkpoint.run_folder import (
+    all_ranks_see,
+    create_run_folder,
+    dependencies,
+    find_run,
+    note,
+    note_resumption,
+)
 from torchspec.config.schema import Config, Optim, longest_draft
 from torchspec.data.problems import ProblemOrder, encode_prompts, load_problems
 from torchspec.distributed.interrupt import Interrupt
@@ -86,6 +95,7 @@ class Trainer:
         self.mesh = Mesh(config.parallel)
         check_version(self.mesh.device.type)
         check_world(config, self.mesh, len(self.problems), len(self.held_out))
+        self.lock = own_run(config, self.mesh)
         self.base = base_folder(config, self.mesh)
         self.spec = PolicySpec.from_hf(self.base, config.model.max_len)
         if self.mesh.device.type == "cpu":
@@ -97,7 +107,8 @@ class Trainer:
         self.draft_spec = draft_spec(config, self.spec) if config.draft.enabled else None
         check_draft(config, self.base)
         warmup.check(config, self.problems, self.tokenizer)
-        self.folder, resumes = find_run(config)
+        self.depends = dependencies(self.prompts, config.reward.functions)
+        self.folder, resumes = find_run(config, self.depends)
         found = newest(self.folder / "checkpoints") if resumes and self.mesh.is_main else None
         self.saved = self.mesh.from_main(found)  # all ranks have looked before one makes the folder
 
@@ -125,8 +136,9 @@ class Trainer:
         self.interrupt = Interrupt(self.mesh)
         if self.saved:
             self._resume()
-        elif self.mesh.is_main:  # nothing of an earlier run is removed before this one can start
-            create_run_folder(config, self.folder)
+        elif self.lock:  # the main rank; nothing of an earlier run is removed before this one can start
+            self.lock.check()
+            create_run_folder(config, self.folder, self.depends)
             if self.engine.cost:
                 self.engine.cost.save(self.folder / "cost.json")
         self.mesh.barrier()
@@ -188,7 +200,9 @@ class Trainer:
         with self._phase(meter, "learn"):
             self.fleet.learn(step, everything)
         with self._phase(meter, "reward"):
-            score(self.scorer, self.tokenizer, problems, rollouts)
+            with self.interrupt.abandonable(), self.interrupt.user_code():
+                score(self.scorer, self.tokenizer, problems, rollouts)
+            self.interrupt.check()
             rewards.group_advantages(rollouts, config.rl)
             meter.total("reward/failures", sum(self.scorer.failures.values()))
             self.scorer.failures.clear()
@@ -272,6 +286,7 @@ class Trainer:
         cached = cache_folder(config) / f"start-{self.mesh.from_main(key)}"
         policy, draft = cached / "policy", cached / "draft"
         if not config.warmup.steps:
+            draft = cached.with_name(f"draft-{config.run.name}")  # this run's own, as its lock is
             if self.draft:
                 self._remove_folder(draft)
                 export_draft(self.draft, draft, self.mesh)
@@ -282,13 +297,15 @@ class Trainer:
             if self.draft:
                 load_draft(self.draft, draft)
             return policy, draft if self.draft else None
-        self._remove_folder(cached)  # what an interrupted warm-up left
         once = Optim(lr=config.warmup.lr, schedule="cosine", min_lr_ratio=0.1, warmup_steps=10)
         learner = self._learner(once, config.warmup.steps, config.warmup.draft_steps)
         warmup.train(config, self.mesh, learner, self.problems, self.tokenizer, self.say)
+        private = private_name(cached, self.mesh)
         if self.draft:
-            export_draft(self.draft, draft, self.mesh)
-        export_policy(self.policy, policy, self.base, self.mesh)  # last: its presence says that all is there
+            export_draft(self.draft, private / "draft", self.mesh)
+        export_policy(self.policy, private / "policy", self.base, self.mesh)
+        if not publish(private, cached, self.mesh):
+            return self._warm_up()  # another run with this warm-up was faster: all start from the same
         return policy, draft if self.draft else None
 
     def _remove_folder(self, folder: Path) -> None:
@@ -307,6 +324,8 @@ class Trainer:
     def _save(self, states: dict[str, Any]) -> None:
         """A checkpoint of the steps done, unless it is there; `states` are the components' after them."""
         if self.config.checkpoint.every and self.done > self.saved_step:
+            if self.lock:
+                self.lock.check()
             facts = {
                 "step": self.done,
                 "policy_version": self.policy_version,
@@ -339,7 +358,7 @@ class Trainer:
         self.draft_version = self.saved.manifest["draft_version"]
         self._refit(self.policy, self.draft)
         if self.mesh.is_main:
-            note_resumption(self.config, self.folder, self.done)
+            note_resumption(self.config, self.folder, self.done, self.depends)
         self.say(f"resumed from {self.saved.folder}")
 
     # Parts of a step
@@ -372,7 +391,8 @@ class Trainer:
         samples = self.config.eval.samples_per_problem
         with self._phase(meter, "eval"):
             rollouts = self._generate_eval(problems, samples)
-            score(self.scorer, self.tokenizer, problems, rollouts)
+            with self.interrupt.user_code():
+                score(self.scorer, self.tokenizer, problems, rollouts)
             meter.mean("eval/reward", sum(r.reward or 0.0 for r in rollouts), len(rollouts))
             if self.engine.speculator:
                 add_tau(meter, "eval/tau", self._tau(rollouts))
@@ -398,6 +418,8 @@ class Trainer:
         config = self.config
         self._save(self._states())
         self.checkpoints.wait()
+        if self.lock:
+            self.lock.check()
         served = compute_dtype(config)
         self._remove_folder(
             self.folder / "policy"
@@ -414,6 +436,8 @@ class Trainer:
     def close(self) -> None:
         """Free the engine, the workers and the process group."""
         self.checkpoints.close()
+        if self.lock:
+            self.lock.release()
         self.engine.close()
         self.scorer.close()
         self.mesh.close()

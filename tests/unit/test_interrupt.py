@@ -59,6 +59,7 @@ def test_a_second_signal_does_not_break_the_last_save(interrupt, first, second) 
     trainer.config = Config()
     trainer.config.eval.every = 0
     trainer.mesh, trainer.interrupt = ALONE, interrupt  # pyrefly: ignore[bad-assignment]
+    trainer.lock = None
     trainer.done, trainer.saved_step, trainer.policy_version, trainer.draft_version = 4, 0, 4, 0
     trainer.scores, trainer.before, trainer.learner = {}, {}, SimpleNamespace(optimizers={})  # pyrefly: ignore
 

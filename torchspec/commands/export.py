@@ -8,7 +8,7 @@ from pathlib import Path
 from torchspec.build import base_folder, build_draft, build_policy, compute_dtype, draft_spec
 from torchspec.checkpoint.checkpoint import load_weights, newest
 from torchspec.checkpoint.export import export_draft, export_policy
-from torchspec.config.load import load
+from torchspec.config.load import load_recorded
 from torchspec.config.schema import Config, Parallel
 from torchspec.distributed.mesh import Mesh
 from torchspec.drafts.eagle3.checkpoint import LAYOUTS, Layout, Verifier
@@ -33,7 +33,7 @@ def export_run(config: Config, out: Path, layout: str) -> str:
     saved = newest(folder / "checkpoints")
     if saved is None:
         raise ConfigError(f"--export: {folder} has no checkpoint; set checkpoint.every above 0")
-    config = load(folder / "config.toml")
+    config = load_recorded(folder / "config.toml")
     mesh = Mesh(Parallel())  # one process, whatever the run's layout was
     base = base_folder(config, mesh)
     spec = PolicySpec.from_hf(base, config.model.max_len)
