@@ -25,7 +25,7 @@ def check_writable(path: Path, name: str) -> None:
     """
     try:
         parent = path.parent if path.is_file() else path
-        while not parent.exists():
+        while not os.path.lexists(parent):
             parent = parent.parent
         with tempfile.TemporaryFile(dir=parent) as probe:
             probe.write(b"x")
@@ -50,7 +50,7 @@ def writing(path: Path, run: Path | None = None) -> Generator[None]:
         yield
     except (ConfigError, GuardStop):
         raise
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         if (reason := no_room(error)) is None:
             raise
         safe = f"{safe_step(run)}; " if run else ""

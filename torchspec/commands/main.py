@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import sys
 import time
@@ -31,10 +32,10 @@ def main(command: Callable[[list[str]], None], argv: list[str], usage: str) -> i
     except BrokenPipeError:
         if not _reader_left():
             raise
-        if argv and argv[0] not in ("-h", "--help"):
-            print("stopped: nobody reads what this prints any more", file=sys.stderr)
-            return 1
-        return 0
+        if not argv or argv[0] in ("-h", "--help"):
+            return 0 if argv else 2
+        print("stopped: nobody reads what this prints any more", file=sys.stderr)
+        return 1
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -64,7 +65,7 @@ def _run(command: Callable[[list[str]], None], argv: list[str], usage: str, wher
     except KeyboardInterrupt:
         say("stopped: interrupted")
         return INTERRUPTED
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         if (reason := no_room(error)) is None:
             raise
         say(f"stopped: {reason}; the same command goes on once the disk takes files again")
@@ -89,12 +90,12 @@ def _name_rank(rank: str) -> None:
 
 def _reader_left() -> bool:
     """Return whether stdout is a pipe that nobody reads, as after `| head`; it leads nowhere from then on."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    has_left = any(event & select.POLLERR for _, event in poll.poll(0))
+    if has_left:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    return has_left
 
 
 def take(argv: list[str], flag: str) -> tuple[str, list[str]]:
