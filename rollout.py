@@ -21,6 +21,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from torchspec.checkpoint.writable import writing
 from torchspec.commands.main import main
 from torchspec.errors import ConfigError
 
@@ -60,7 +61,8 @@ def generate(argv: list[str]) -> None:
         generate_file,  # after the config is known to be good: this imports torch
     )
 
-    print(generate_file(config, options.draft, options.split, options.limit, options.out))
+    with writing(options.out):
+        print(generate_file(config, options.draft, options.split, options.limit, options.out))
 
 
 def bench(argv: list[str]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from torchspec.checkpoint.writable import check_writable, writing
 from torchspec.commands.main import main, take
 from torchspec.errors import ConfigError
 
@@ -33,7 +34,9 @@ def train(argv: list[str]) -> None:
     if out:
         from torchspec.commands.export import export_run
 
-        print(export_run(config, Path(out), layout or "speculators"))
+        check_writable(Path(out), "--export")
+        with writing(Path(out)):
+            print(export_run(config, Path(out), layout or "speculators"))
         return
     if dry or world:
         from torchspec.commands.dry_run import report
@@ -43,8 +46,9 @@ def train(argv: list[str]) -> None:
     from torchspec.trainer import Trainer
 
     trainer = Trainer(config)
-    trainer.fit()
-    trainer.close()
+    with writing(trainer.folder, trainer.folder):
+        trainer.fit()
+        trainer.close()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchspec.checkpoint.cache import cache_folder, fingerprint
+from torchspec.checkpoint.cache import cache_folder, fingerprint, private_name, publish
 from torchspec.config.schema import Config, Optim
 from torchspec.distributed.context_parallel import policy_transport
 from torchspec.distributed.fsdp import compute_dtype
@@ -26,9 +26,11 @@ def base_folder(config: Config, mesh: Mesh) -> Path:
     if model.source != "tiny":
         return resolve_source(model.source)
     folder = cache_folder(config) / f"tiny-{fingerprint(model.tiny, model.max_len, config.run.seed)}"
-    if mesh.is_main and not folder.exists():
-        make_tiny(folder, model.tiny, model.max_len, config.run.seed)
-    mesh.barrier()
+    if mesh.from_main(not folder.exists()):
+        private = private_name(folder, mesh)
+        if mesh.is_main:
+            make_tiny(private, model.tiny, model.max_len, config.run.seed)
+        publish(private, folder, mesh)
     return folder
 
 

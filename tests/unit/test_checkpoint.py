@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torchspec.checkpoint.checkpoint import Checkpoints, Saved, damage, newest, reseed, restore, tensors_of
 from torchspec.config.schema import Checkpoint, Optim, Parallel
 from torchspec.distributed.mesh import Mesh
-from torchspec.errors import ConfigError
+from torchspec.errors import ConfigError, GuardStop
 from torchspec.training.optim import ModelOptimizer
 
 LRS = {"policy": 1e-3, "draft": 5e-2}
@@ -301,3 +304,37 @@ def test_killed_at_any_instant_the_newest_complete_checkpoint_is_found_and_loads
     # The instants were those of saves: many folders were half-written, and the run got on all the same.
     assert sum(row["partial"] for row in report) >= INSTANTS // 4
     assert report[-1]["found"] > INSTANTS // 2
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("part", ["write_state", "_sums", "_sync", "_remove", "json.dump", "dcp.async_save"])
+def test_a_full_disk_is_one_line_with_the_step_that_is_safe(
+    tmp_path, mesh, monkeypatch, part, background
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    save(folder, mesh, [1])
+    checkpoints, optimizers = Checkpoints(folder, mesh, Checkpoint(background=background)), models(seed=1)
+
+    def full(*_: Any, **__: Any) -> Any:
+        error = CheckpointException("write", {0: (OSError(errno.ENOSPC, "x"), None)})  # pyrefly: ignore
+        if part != "dcp.async_save":
+            raise OSError(errno.ENOSPC, "x")
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
+
+    def attempt() -> None:
+        checkpoints.save({"step": 2}, optimizers, {})
+        checkpoints.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"torchspec.checkpoint.checkpoint.{part}", full)
+        with pytest.raises(GuardStop) as stop:
+            attempt()
+    text = f"{folder}/step-000002: No space left on device; all is safe up to {folder}/step-000001; "
+    assert str(stop.value).startswith(text)
+    assert "\n" not in str(stop.value)
+    assert names(folder) == ["step-000001"]
+    checkpoints.save({"step": 2}, optimizers, {})  # there is room again
+    checkpoints.close()
+    assert found(folder).step == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchspec.checkpoint.run_folder import create_run_folder, find_run, note, note_resumption
+from torchspec.checkpoint.run_folder import create_run_folder, dependencies, find_run, note, note_resumption
 from torchspec.config.schema import Config
 from torchspec.errors import ConfigError
 
@@ -118,3 +118,50 @@ def test_what_a_run_without_a_checkpoint_has_made_is_not_replaced_unasked(config
     assert find_run(config) == (folder, True)
     config.run.overwrite = True
     assert find_run(config) == (folder, True)
+
+
+def depend(tmp_path, monkeypatch, source: str = "def f(problem, response): return 1.0") -> dict[str, str]:
+    (tmp_path / "my_judge.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return dependencies({"a": [1, 2], "b": [3]}, ["exact", "my_judge.f"])
+
+
+JUDGE = r'the file of reward\.functions = "my_judge'
+TOKENS = r"the tokens of the prompts \(data, tokenizer, chat template\)"
+CHANGED = [
+    ("a token", {"a": [1, 9], "b": [3]}, "my_judge.f", None, TOKENS),
+    ("a longer prompt", {"a": [1, 2], "b": [3, 3]}, "my_judge.f", None, TOKENS),
+    ("a border", {"a": [1], "b": [2, 3]}, "my_judge.f", None, TOKENS),
+    ("a problem less", {"a": [1, 2]}, "my_judge.f", None, TOKENS),
+    ("another id", {"a": [1, 2], "c": [3]}, "my_judge.f", None, TOKENS),
+    ("the reward", {"a": [1, 2], "b": [3]}, "my_judge.f", "def f(problem, response): return 2.0", JUDGE),
+    ("a comment", {"a": [1, 2], "b": [3]}, "my_judge.f", "def f(problem, response): return 1.0  # x", JUDGE),
+]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "function", "source", "message"), [c[1:] for c in CHANGED], ids=[c[0] for c in CHANGED]
+)
+def test_what_a_run_depends_on_is_compared(
+    config, tmp_path, monkeypatch, prompts, function, source, message
+) -> None:
+    depends = depend(tmp_path, monkeypatch)
+    assert len(depends) == 2
+    folder, _ = find_run(config, depends)
+    create_run_folder(config, folder, depends)
+    assert find_run(config, dependencies({"b": [3], "a": [1, 2]}, ["exact", "my_judge.f"])) == (folder, True)
+    if source:
+        (tmp_path / "my_judge.py").write_text(source)
+    with pytest.raises(ConfigError, match=f"what it depends on has changed since: {message}") as error:
+        find_run(config, dependencies(prompts, ["exact", function]))
+    assert "\n" not in str(error.value)
+    config.run.overwrite = True
+    assert find_run(config, dependencies(prompts, ["exact", function])) == (folder, False)
+
+
+def test_a_run_that_recorded_no_dependencies_goes_on_and_records_them(config, tmp_path, monkeypatch) -> None:
+    folder, depends = make(config), depend(tmp_path, monkeypatch)
+    assert find_run(config, depends) == (folder, True)
+    note_resumption(config, folder, 3, depends)
+    with pytest.raises(ConfigError, match="tokens of the prompts"):
+        find_run(config, dependencies({"a": [7]}, ["exact", "my_judge:f"]))

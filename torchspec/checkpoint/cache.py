@@ -1,11 +1,13 @@
-"""The cache of a run folder: what its results depend on, and where they lie."""
+"""The cache that several runs of one run.dir share: what a folder of it depends on, and how it appears whole."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +42,31 @@ def remove_folder(folder: Path, mesh: Mesh) -> None:
     if mesh.is_main:
         shutil.rmtree(folder, ignore_errors=True)
     mesh.barrier()
+
+
+def private_name(folder: Path, mesh: Mesh) -> Path:
+    """Return a folder of this process's own, beside `folder`, that does not exist yet. Collective."""
+    private = folder.with_name(mesh.from_main(f".{folder.name}.{socket.gethostname()}.{os.getpid()}"))
+    if mesh.is_main:  # of an earlier process with this number
+        shutil.rmtree(private, ignore_errors=True)
+    mesh.barrier()
+    return private
+
+
+def publish(private: Path, folder: Path, mesh: Mesh) -> bool:
+    """Give a complete private folder its name. Collective.
+
+    Returns:
+        False where another run has made `folder` meanwhile, which stays; the private one is removed.
+    """
+    mesh.barrier()
+    was_first = True
+    if mesh.is_main:
+        try:
+            private.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+            was_first = False
+            shutil.rmtree(private)
+    return mesh.from_main(was_first)

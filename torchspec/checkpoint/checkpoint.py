@@ -22,6 +22,7 @@ import random
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -31,9 +32,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from torchspec.checkpoint.state_files import Snapshot, read_state, snapshot, write_state
+from torchspec.checkpoint.writable import writing
 from torchspec.config.schema import Checkpoint
 from torchspec.distributed.mesh import Mesh
-from torchspec.errors import ConfigError
+from torchspec.errors import ConfigError, GuardStop
 
 log = logging.getLogger(__name__)
 
@@ -112,13 +114,15 @@ class Checkpoints:
             states: everything else on this rank: what `state_dict` of the components gave.
 
         Raises:
-            OSError: this or the previous checkpoint could not be written; the ones before it are untouched.
+            GuardStop: the disk had no room for this or the previous checkpoint, or the like; those before it are
+                untouched.
         """
         self.wait()
         partial = self.folder / f".{_name(facts['step'])}.partial"
         if self._mesh.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            with self._writing(facts["step"]):
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
         self._mesh.barrier()
         written = dcp.async_save(
             tensors_of(optimizers),
@@ -137,7 +141,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Until the checkpoint being written is complete; raises what its writing raised."""
+        """Wait until the checkpoint being written is complete. Raise what its writing raised."""
         if self._pending:
             pending, self._pending = self._pending, None
             pending.result()
@@ -147,27 +151,54 @@ class Checkpoints:
         self._worker.shutdown()
 
     def _finish(self, written: Future[Any], partial: Path, facts: dict[str, Any], states: Snapshot) -> None:
-        """Runs in the background, on all ranks: states, checksums, manifest, rename, removal of old checkpoints."""
-        written.result()
+        """Complete a checkpoint, in the background, on all ranks. All raise if one of them could not write."""
         digests = states.digests()
         of_main = set(self._mesh.from_main(digests, self._group))
         elsewhere = () if self._mesh.is_main else of_main
-        write_state(_rank_file(partial, self._mesh.rank), states, digests, elsewhere)
-        mine = [*partial.glob(f"shard-{self._mesh.rank + 1:05d}-*"), _rank_file(partial, self._mesh.rank)]
-        parts = self._mesh.gather_on_main({path.name: _sums(path) for path in mine}, self._group)
-        if not self._mesh.is_main:
-            return
-        files = {name: sums for part in parts for name, sums in part.items()}
-        with (partial / MANIFEST).open("w", encoding="utf-8") as out:
-            json.dump({**facts, "files": files}, out, indent=1)
-            out.flush()
-            os.fsync(out.fileno())
-        _sync(partial)
-        final = self.folder / _name(facts["step"])
-        _remove(final)  # a damaged one: a run goes on from its newest good checkpoint
-        partial.rename(final)
-        _sync(self.folder)
-        self._prune(final)
+        reason, sums = "", {}
+        try:
+            with self._writing(facts["step"]):
+                written.result()
+                own = _rank_file(partial, self._mesh.rank)
+                write_state(own, states, digests, elsewhere)
+                mine = [*partial.glob(f"shard-{self._mesh.rank + 1:05d}-*"), own]
+                sums = {path.name: _sums(path) for path in mine}
+        except GuardStop as error:
+            reason = str(error)
+        parts = self._mesh.gather_on_main((reason, sums), self._group)
+        if self._mesh.is_main:
+            reason = next((text for text, _ in parts if text), "")
+            reason = reason or self._seal(
+                partial, facts, {k: x for _, part in parts for k, x in part.items()}
+            )
+            if reason:  # what is incomplete must not take the room that is left
+                shutil.rmtree(partial, ignore_errors=True)
+        if reason := self._mesh.from_main(reason, self._group):
+            raise GuardStop(reason)
+
+    def _seal(self, partial: Path, facts: dict[str, Any], files: dict[str, Any]) -> str:
+        """Write the manifest, rename the folder and remove old checkpoints, on the main rank.
+
+        Returns why the disk could not take the manifest; "" if it did.
+        """
+        try:
+            with self._writing(facts["step"]):
+                with (partial / MANIFEST).open("w", encoding="utf-8") as out:
+                    json.dump({**facts, "files": files}, out, indent=1)
+                    out.flush()
+                    os.fsync(out.fileno())
+                _sync(partial)
+                final = self.folder / _name(facts["step"])
+                _remove(final)  # a damaged one: a run goes on from its newest good checkpoint
+                partial.rename(final)
+                _sync(self.folder)
+                self._prune(final)
+        except GuardStop as error:
+            return str(error)
+        return ""
+
+    def _writing(self, step: int) -> AbstractContextManager[None]:
+        return writing(self.folder / _name(step), self.folder.parent)
 
     def _prune(self, latest: Path) -> None:
         # Later ones are damaged, or the run would have gone on from them: none takes the place of a good one.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,11 +35,39 @@ class RunFolder(NamedTuple):
     resumes: bool
 
 
-def find_run(config: Config) -> RunFolder:
+def dependencies(prompts: Mapping[str, Sequence[int]], functions: Iterable[str]) -> dict[str, str]:
+    """Return what a run depends on besides its config, by name, each with a SHA-256.
+
+    That is the tokens of the prompts, which the tokenizer and its chat template make of the data, and the source file
+    of every reward function of the user's. What those import is not followed.
+
+    Args:
+        prompts: tokens by problem id, of all problems.
+        functions: `reward.functions`.
+    """
+    tokens = hashlib.sha256(
+        json.dumps({key: list(map(int, prompts[key])) for key in sorted(prompts)}).encode()
+    )
+    found = {"the tokens of the prompts (data, tokenizer, chat template)": tokens.hexdigest()}
+    for function in functions:
+        module = re.split("[.:][^.:]*$", function)[0]
+        if module != function:  # our own have plain names
+            spec = importlib.util.find_spec(module)
+            if spec and spec.origin and Path(spec.origin).is_file():
+                digest = hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+                found[f'the file of reward.functions = "{function}"'] = digest
+    return found
+
+
+def find_run(config: Config, depends: Mapping[str, str] | None = None) -> RunFolder:
     """Look for an earlier run of this name; changes nothing.
 
+    Args:
+        depends: what `dependencies` gave; compared with what the run was created with, as far as that was recorded.
+
     Raises:
-        ConfigError: there is one that is finished or of another config, and run.overwrite is false.
+        ConfigError: there is one that is finished, of another config or with other dependencies, and run.overwrite is
+            false.
     """
     path = Path(config.run.dir) / config.run.name
     if not path.exists():
@@ -44,6 +76,8 @@ def find_run(config: Config) -> RunFolder:
         reason = "it holds no run that could be resumed"
     elif changed := changed_keys(load_recorded(path / CONFIG), config):
         reason = f"its config differs in {'; '.join(changed)}"
+    elif changed := _changed_dependencies(path, depends or {}):
+        reason = f"what it depends on has changed since: {'; '.join(changed)}"
     elif _facts(path).get("finished") and not _asks_for_more(path, config):
         reason = "its run is finished"
     elif (kept := _lost_by_starting_anew(path, config)) and not any((path / "checkpoints").glob("step-*")):
@@ -64,6 +98,11 @@ def changed_keys(before: Config, now: Config) -> list[str]:
     if now.optim.schedule == now.draft.optim.schedule == "constant":
         del new["run.steps"]  # the steps that are done do not depend on how many were to come
     return [f"{key} ({old[key]!r} then, {new[key]!r} now)" for key in new if old[key] != new[key]]
+
+
+def _changed_dependencies(path: Path, depends: Mapping[str, str]) -> list[str]:
+    before = _facts(path).get("depends", {})
+    return [name for name in before if name in depends and before[name] != depends[name]]
 
 
 def _lost_by_starting_anew(path: Path, config: Config) -> str:
@@ -90,20 +129,21 @@ def note(path: Path, **facts: Any) -> None:
     partial.rename(path / FACTS)
 
 
-def note_resumption(config: Config, path: Path, step: int) -> None:
+def note_resumption(config: Config, path: Path, step: int, depends: Mapping[str, str] | None = None) -> None:
     """Record in run.json that a session goes on from `step`, and in config.toml what it runs with."""
     _write_config(config, path)
     resumed = _facts(path).get("resumed", [])
-    note(path, resumed=[*resumed, {"step": step, **_session()}], finished=None)
+    more = {"depends": dict(depends)} if depends else {}  # an earlier version recorded none
+    note(path, resumed=[*resumed, {"step": step, **_session()}], finished=None, **more)
 
 
-def create_run_folder(config: Config, folder: Path) -> None:
+def create_run_folder(config: Config, folder: Path, depends: Mapping[str, str] | None = None) -> None:
     """Make `folder`, in place of an earlier run, with config.toml (resolved) and run.json (argv, versions,
-    git commit)."""
+    git commit, what the run depends on)."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     _write_config(config, folder)
-    note(folder, **_session())
+    note(folder, **_session(), **({"depends": dict(depends)} if depends else {}))
 
 
 def _write_config(config: Config, folder: Path) -> None:

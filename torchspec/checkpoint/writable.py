@@ -23,6 +23,7 @@ def check_writable(path: Path, name: str) -> None:
         path: of a file or folder that will be written; nothing is left there.
         name: the key or option that names it.
     """
+    parent = path
     try:
         parent = path.parent if path.is_file() else path
         while not os.path.lexists(parent):
@@ -31,7 +32,7 @@ def check_writable(path: Path, name: str) -> None:
             probe.write(b"x")
     except OSError as error:
         raise ConfigError(
-            f"{name}: {path} cannot be written ({error.strerror or error}); choose a folder that can"
+            f"{name} {path}: nothing can be written in {parent} ({error.strerror or error}); give another path"
         ) from None
 
 

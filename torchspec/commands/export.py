@@ -8,7 +8,7 @@ from pathlib import Path
 from torchspec.build import base_folder, build_policy
 from torchspec.checkpoint.checkpoint import load_weights, newest
 from torchspec.checkpoint.export import export_draft, export_policy
-from torchspec.config.load import load
+from torchspec.config.load import load_recorded
 from torchspec.config.schema import Config, Parallel
 from torchspec.distributed.fsdp import compute_dtype
 from torchspec.distributed.mesh import Mesh
@@ -32,7 +32,7 @@ def export_run(config: Config, out: Path, layout: str) -> str:
     folder = Path(config.run.dir) / config.run.name
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"--export: {folder} holds no run; give its run.dir and run.name")
-    config = load(folder / "config.toml")
+    config = load_recorded(folder / "config.toml")
     layouts = registry.get(config.draft.arch).layouts
     if layout not in layouts:
         raise ConfigError(f"--export.format {layout!r} is not allowed; one of: {', '.join(layouts)}")
