@@ -130,9 +130,8 @@ def test_a_speed_up_prices_batches_about_as_large_only():
     assert budget.state.prices(full).tolist() == before.tolist()
     speed_up = 4 * COST(2, 2) / COST(18, 2)
     expected = COST(3, 3) / 3 / speed_up - COST.marginal(19, 3)
-    np.testing.assert_allclose(
-        budget.state.prices(tail), expected, rtol=0.02
-    )  # 2 and 3 requests are about as many
+    tail_prices = budget.state.prices(tail)  # 2 and 3 requests are about as many
+    np.testing.assert_allclose(tail_prices, expected, rtol=0.02)
 
 
 def test_price_spends_on_the_one_that_ends_last():

@@ -111,9 +111,8 @@ class Speculator:
     def set_queue_depth(self, count: int) -> None:
         """Expect `count` requests: while some of them wait, throughput counts, not who ends last."""
         self._waiting = count
-        self._forecast = (
-            Forecast()
-        )  # the old one is of a step that is long over, or of an engine that has died
+        # The last forecast is of a step that is long over, or of an engine that has died.
+        self._forecast = Forecast()
 
     def begin(self, request_id: str, problem_id: str, prompt_tokens: Sequence[int], room: int) -> None:
         """Start a request; at most `room` tokens will come."""
