@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchspec.build import (
     base_folder,
     build_draft,
@@ -39,7 +41,7 @@ from torchspec.data.prompts import encode_prompts
 from torchspec.data.sampler import ProblemOrder
 from torchspec.distributed.interrupt import Interrupt
 from torchspec.distributed.mesh import Mesh
-from torchspec.errors import GuardStop, NonFinite, Stopped
+from torchspec.errors import GuardStop, NonFinite, RewardFailed, Stopped
 from torchspec.metrics.meter import (
     Meter,
     MetricWriter,
@@ -171,6 +173,7 @@ class Trainer:
         train_draft = self.draft_spec is not None and every > 0 and step % every == 0
 
         self.before = self._states()
+        self.interrupt.check()
         drawn, made = self.order.next(config.rollout.problems_per_step), []  # by every rank
         problems = drawn[self.mesh.rank :: self.mesh.world_size]
         reseed(config.run.seed, step, self.mesh.rank, "rollout")
@@ -191,7 +194,10 @@ class Trainer:
         with self._phase(meter, "learn"):
             self.fleet.learn(step, everything)
         with self._phase(meter, "reward"):
-            score(self.scorer, self.tokenizer, problems, rollouts)
+            try:
+                self._score(problems, rollouts)
+            except RewardFailed as error:
+                raise GuardStop(f"step {step}: {error}; {self._keep(step, rollouts)}") from error
             group_advantages(rollouts, config.rl)
             meter.total("reward/failures", sum(self.scorer.failures.values()))
             self.scorer.failures.clear()
@@ -364,6 +370,18 @@ class Trainer:
             versions["draft_version"] = draft_version
         refit(self.engine, policy, draft, **versions, dtype=compute_dtype(self.config))
 
+    def _score(self, problems: list[Problem], rollouts: list[Rollout]) -> None:
+        """Score rollouts. A signal, or a function that fails on any rank, ends it on every rank. Collective."""
+        failed = None
+        with self.interrupt.abandonable():
+            try:
+                score(self.scorer, self.tokenizer, problems, rollouts)
+            except RewardFailed as error:
+                failed = error
+        self.interrupt.check()
+        if self.mesh.max_over_world(torch.tensor([float(failed is not None)])).item():
+            raise failed or RewardFailed("a reward function failed on another rank")
+
     def _tau(self, rollouts: list[Rollout]) -> SpecStats:
         return SpecStats.total((r.spec for r in rollouts if r.spec), longest_draft(self.config))
 
@@ -375,7 +393,13 @@ class Trainer:
         samples = self.config.eval.samples_per_problem
         with self._phase(meter, "eval"):
             rollouts = self._generate_eval(problems, samples)
-            score(self.scorer, self.tokenizer, problems, rollouts)
+            try:
+                self._score(problems, rollouts)
+            except Stopped:  # the step before is whole: its metrics and its checkpoint come first
+                return {}
+            except RewardFailed as error:
+                kept = self._keep(self.done, rollouts)
+                raise GuardStop(f"evaluation after step {self.done}: {error}; {kept}") from error
             meter.mean("eval/reward", sum(r.reward or 0.0 for r in rollouts), len(rollouts))
             if self.engine.speculator:
                 add_tau(meter, "eval/tau", self._tau(rollouts))

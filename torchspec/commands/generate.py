@@ -9,7 +9,7 @@ from torchspec.config.schema import Config, longest_draft
 from torchspec.data.problems import load_problems
 from torchspec.data.prompts import encode_prompts
 from torchspec.distributed.mesh import Mesh
-from torchspec.errors import ConfigError
+from torchspec.errors import ConfigError, GuardStop, RewardFailed
 from torchspec.models.spec import PolicySpec
 from torchspec.records import SpecStats
 from torchspec.rewards.scorer import build_scorer
@@ -55,9 +55,13 @@ def generate_file(config: Config, draft: Path | None, split: str, limit: int, ou
         ],
         sampling_of(config),
     )
-    score(scorer, tokenizer, problems, rollouts)
-    write_rollouts(out, rollouts)
-    scorer.close()
+    try:
+        score(scorer, tokenizer, problems, rollouts)
+    except RewardFailed as error:
+        raise GuardStop(f"{error}; the rollouts, not all of them scored, are in {out}") from error
+    finally:
+        write_rollouts(out, rollouts)
+        scorer.close()
     seconds, tokens = engine.counters.seconds, engine.counters.tokens
     engine.close()
     mesh.close()

@@ -152,6 +152,7 @@ _AT_LEAST: dict[str, float] = {
     "draft.row_block": 0,
     "data.size": 0,
     "data.eval_size": 0,
+    "reward.max_failures": 0,
     "rollout.problems_per_step": 1,
     "rollout.samples_per_problem": 2,
     "rollout.max_new_tokens": 1,

@@ -135,7 +135,13 @@ class Reward:
     answer_pattern: str = r"<answer>(.*?)</answer>"
     """Regular expression whose first group is the answer in a response; "": the whole response."""
     timeout_s: float = 5.0
-    """Longest time math_verify or reasoning_gym may take for one response; beyond it the response scores 0."""
+    """Longest time a function may take for one response. Beyond it the response scores 0 in math_verify and
+    reasoning_gym, and a function of yours has failed."""
+    max_failures: int = 0
+    """Failures of your functions in a step, on one rank, that only count as failure_score; one more stops the run.
+    A function fails that raises, takes too long, ends its process or returns no finite number."""
+    failure_score: float = 0.0
+    """Score of a response that your function failed for."""
 
 
 @dataclass(kw_only=True, slots=True)

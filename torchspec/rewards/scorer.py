@@ -1,32 +1,34 @@
 """Rewards of responses.
 
-A response is untrusted text. It is never executed here, and whatever parses it (math-verify, the scorers of
-reasoning-gym) does so in a worker process under a timeout: `9**9**9**9` must not stop the training.
+A response is untrusted text, and a user's function is foreign code. What parses a response (math-verify, the
+scorers of reasoning-gym) and what a user has written run in worker processes under a time-out: neither
+`9**9**9**9` nor an endless loop may stop the training.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
 from typing import Any
 
 from torchspec.config.schema import Data, Reward
-from torchspec.errors import ConfigError
+from torchspec.errors import ConfigError, RewardFailed
 from torchspec.records import Problem, Rollout
 from torchspec.rewards.worker import Worker
 
 log = logging.getLogger(__name__)
 
+BUILT_IN = ("exact", "format", "math_verify", "reasoning_gym")
 NEED_ANSWER = ("exact", "math_verify")
 
 
 def build_scorer(reward: Reward, data: Data) -> Scorer:
-    """The scorer of `reward`'s functions, for problems loaded from `data`.
+    """Return the scorer of `reward`'s functions, for problems loaded from `data`.
+
+    Users' functions are imported here, in their worker.
 
     Raises:
         ConfigError: unknown or unusable function, weights that do not match, or a bad answer_pattern.
@@ -55,30 +57,47 @@ def build_scorer(reward: Reward, data: Data) -> Scorer:
         )
     if "format" in reward.functions and not reward.answer_pattern:
         raise ConfigError('reward.functions: format looks for reward.answer_pattern, which is ""; set it')
+    for name in reward.functions:
+        if name not in BUILT_IN and not re.search(r".[.:].", name):
+            raise ConfigError(
+                f'reward.functions: "{name}" is not one of {", ".join(BUILT_IN)}, nor the dotted path of a '
+                f"function (pkg.mod:fn)"
+            )
     return Scorer(reward, data, pattern)
 
 
 class Scorer:
-    """Scores responses with a weighted sum of functions; make it with `build_scorer`, `close` it at the end.
+    """Score responses with a weighted sum of functions. Make it with `build_scorer`; `close` it at the end.
 
     - exact: 1 where the answer equals the reference, both stripped.
     - format: 1 where the pattern occurs once and only white space follows it.
     - math_verify: 1 where the answer equals the reference mathematically.
     - reasoning_gym: the task's own score of the answer, partial credit included (countdown: 0.01 for a wrong
       answer).
-    - a dotted path `pkg.mod:fn`: `fn(problem: Problem, response: str) -> float`, called in this process.
+    - a dotted path `pkg.mod:fn`: `fn(problem: Problem, response: str) -> float`. The users' functions share one
+      worker: what a module keeps between two calls is lost when one of them hangs or ends the process.
 
     The answer is what the pattern's first group matched last, stripped. A response without an answer, or cut
-    by a length limit, scores 0 in all but the user's functions. A response whose worker hangs, dies or
-    raises scores 0 there and is counted in `failures`.
+    by a length limit, scores 0 in all but the user's functions.
+
+    A response whose judge hangs, dies or raises scores 0. A user's function that does so, or that returns no
+    finite number, raises `RewardFailed`, but for the first `reward.max_failures` of a step on this rank: they
+    score `reward.failure_score`. All are counted in `failures`.
     """
 
     def __init__(self, reward: Reward, data: Data, pattern: re.Pattern[str]) -> None:
         self.pattern = pattern
         self.failures: Counter[str] = Counter()
-        """How often the worker failed, by kind: "timeout", "crash", "error"."""
+        """How often the workers failed, by kind: "timeout", "crash", "error", "value" (no finite number)."""
         judges = [name for name in reward.functions if name in ("math_verify", "reasoning_gym")]
         self._worker = Worker(judges, data.task, data.task_args, reward.timeout_s)
+        users = [name for name in reward.functions if name not in BUILT_IN]
+        self._users_worker = Worker(users, data.task, data.task_args, reward.timeout_s)
+        if users:
+            self._users_worker.start()
+        self._failure_score, self._max_failures = reward.failure_score, reward.max_failures
+        self._users_failures = 0
+        """Failures of users' functions since `score_all` began."""
         self._built_in: dict[str, Callable[[Problem, str], float]] = {
             "exact": self._exact,
             "format": self._format,
@@ -86,10 +105,7 @@ class Scorer:
             "reasoning_gym": self._reasoning_gym,
         }
         weights = reward.weights or [1.0] * len(reward.functions)
-        self._functions = [
-            (name, weight, self._built_in.get(name) or _user_function(name, self._built_in))
-            for name, weight in zip(reward.functions, weights, strict=True)
-        ]
+        self._functions = list(zip(reward.functions, weights, strict=True))
 
     def check_answers(self, problems: Iterable[Problem]) -> None:
         """Refuse problems without the reference answer a function needs; call it before the run.
@@ -97,7 +113,7 @@ class Scorer:
         Raises:
             ConfigError: the first such problem.
         """
-        needing = [name for name, _, _ in self._functions if name in NEED_ANSWER]
+        needing = [name for name, _ in self._functions if name in NEED_ANSWER]
         for problem in problems:
             if needing and not (problem.answer or "").strip():
                 raise ConfigError(
@@ -107,29 +123,43 @@ class Scorer:
                 )
 
     def score(
-        self, problem: Problem, response: str, truncated: bool = False
+        self, problem: Problem, response: str, truncated: bool = False, sample: int | None = None
     ) -> tuple[float, dict[str, float]]:
-        """The reward of `response`, and each function's score before its weight.
+        """Return the reward of `response`, and each function's score before its weight.
+
+        Args:
+            truncated: the response was cut by a length limit.
+            sample: its number in its group, for messages.
 
         Raises:
-            ConfigError: a user's function returned something other than a finite number.
+            RewardFailed: a user's function failed, and reward.max_failures are used up.
         """
         parts = {}
-        for name, _, function in self._functions:
-            parts[name] = 0.0 if truncated and name in self._built_in else function(problem, response)
-        return math.fsum(weight * parts[name] for name, weight, _ in self._functions), parts
+        for name, _ in self._functions:
+            if judge := self._built_in.get(name):
+                parts[name] = 0.0 if truncated else judge(problem, response)
+            else:
+                parts[name] = self._user(name, problem, response, sample)
+        return math.fsum(weight * parts[name] for name, weight in self._functions), parts
 
     def score_all(self, problems: Mapping[str, Problem], rollouts: Iterable[Rollout]) -> None:
-        """Fill `reward` and `reward_parts` of `rollouts`; `problems` maps problem ids to problems."""
+        """Fill `reward` and `reward_parts` of a step's `rollouts`; `problems` maps problem ids to problems.
+
+        Raises:
+            RewardFailed: users' functions failed for more than reward.max_failures of them.
+        """
+        self._users_failures = 0
         for r in rollouts:
-            r.reward, r.reward_parts = self.score(problems[r.problem_id], r.text, r.finish == "length")
+            cut = r.finish == "length"
+            r.reward, r.reward_parts = self.score(problems[r.problem_id], r.text, cut, r.sample)
 
     def close(self) -> None:
-        """End the worker process; a later score starts a new one."""
+        """End the worker processes; a later score starts new ones."""
         self._worker.close()
+        self._users_worker.close()
 
     def answer(self, response: str) -> str | None:
-        """The answer in `response`; None where the pattern finds none."""
+        """Return the answer in `response`; None where the pattern finds none."""
         if not self.pattern.pattern:
             return response.strip()
         found = [match.group(1) for match in self.pattern.finditer(response)]
@@ -154,6 +184,29 @@ class Scorer:
         answer = self.answer(response)
         return self._judge(problem, "reasoning_gym", problem.meta["entry"], answer) if answer else 0.0
 
+    def _user(self, name: str, problem: Problem, response: str, sample: int | None) -> float:
+        try:
+            score, failure = self._users_worker.ask(name, problem, response)
+        except ConfigError as error:  # a new worker could not import what the first one could
+            score, failure = 0.0, ("crash", str(error))
+        if failure is None:
+            return score
+        kind, detail = failure
+        self.failures[kind] += 1
+        self._users_failures += 1
+        place = f"problem {problem.id}" + ("" if sample is None else f", sample {sample}")
+        if kind == "value":
+            text = f"{name} {detail} for {place}; it must return a finite number for every response"
+        else:
+            text = f"{name} failed for {place}: {kind}: {detail}"
+        if self._users_failures > self._max_failures:
+            many = f" (failure {self._users_failures} of this step)" if self._max_failures else ""
+            raise RewardFailed(
+                f"reward.functions: {text}{many}; allowed: reward.max_failures = {self._max_failures}"
+            )
+        log.warning("%s; it scores reward.failure_score = %g", text, self._failure_score)
+        return self._failure_score
+
     def _judge(self, problem: Problem, function: str, *request: Any) -> float:
         score, failure = self._worker.ask(function, *request)
         if failure is None:
@@ -162,34 +215,6 @@ class Scorer:
         self.failures[kind] += 1
         log.info("problem %s: %s %s, scored 0: %s", problem.id, function, kind, detail)
         return 0.0
-
-
-def _user_function(path: str, built_in: Iterable[str]) -> Callable[[Problem, str], float]:
-    module_name, _, name = path.replace(":", ".").rpartition(".")
-    if not module_name:
-        raise ConfigError(
-            f'reward.functions: "{path}" is not one of {", ".join(built_in)}, nor the dotted path of a '
-            f"function (pkg.mod:fn)"
-        )
-    try:
-        function = getattr(importlib.import_module(module_name), name, None)
-    except ImportError as error:
-        raise ConfigError(
-            f'reward.functions: cannot import "{path}": {error}; its folder must be on PYTHONPATH'
-        ) from error
-    if not callable(function):
-        raise ConfigError(f'reward.functions: "{path}": {module_name} has no function {name}')
-
-    def checked(problem: Problem, response: str) -> float:
-        score = function(problem, response)
-        if not isinstance(score, Real) or not math.isfinite(score):
-            raise ConfigError(
-                f"reward.functions: {path} returned {score!r} for problem {problem.id}; it must return a finite "
-                f"number for every response"
-            )
-        return float(score)
-
-    return checked
 
 
 def _reference(problem: Problem) -> str:
