@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Container, Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,9 @@ from torchspec.checkpoint.export import export_draft, export_policy, load_draft
 from torchspec.checkpoint.run_folder import all_ranks_see, create_run_folder, find_run, note, note_resumption
 from torchspec.config.schema import Config, Optim, longest_draft
 from torchspec.data.problems import load_problems
-from torchspec.data.prompts import encode_prompts
+from torchspec.data.prompts import prompts_by_id
 from torchspec.data.sampler import ProblemOrder
+from torchspec.data.sources import data_files
 from torchspec.distributed.interrupt import Interrupt
 from torchspec.distributed.mesh import Mesh
 from torchspec.errors import GuardStop, NonFinite, RewardFailed, Stopped
@@ -98,7 +99,10 @@ class Trainer:
         self.tokenizer = load_tokenizer(self.base, self.spec)
         longest = config.model.max_len - config.rollout.max_new_tokens
         known = [*self.problems, *self.held_out]
-        self.prompts = {p.id: t for p, t in zip(known, encode_prompts(self.tokenizer, known, longest))}
+        self.prompts = prompts_by_id(self.tokenizer, known, longest, config.data.overlong)
+        if len(self.prompts) < len(known):
+            self._keep_problems(self.prompts)
+            check_world(config, self.mesh, len(self.problems), len(self.held_out))
         self.draft_spec = draft_spec(config, self.spec) if config.draft.enabled else None
         check_draft(config, self.base)
         warmup.check(config, self.problems, self.tokenizer)
@@ -236,6 +240,10 @@ class Trainer:
 
     # Set-up
 
+    def _keep_problems(self, ids: Container[str]) -> None:
+        self.problems = [p for p in self.problems if p.id in ids]
+        self.held_out = [p for p in self.held_out if p.id in ids]
+
     def _build_models(self) -> None:
         config = self.config
         self.policy = build_policy(config, self.mesh, self.base, self.spec)
@@ -275,7 +283,8 @@ class Trainer:
         config = self.config
         # Whatever of the draft's options a warm-up does not look at must not make it run again.
         options = dataclasses.replace(config.draft, train_every=1)
-        files = contents(self.base, config.data.path, config.draft.init)
+        problem_files = data_files(config.data) if config.data.path else []
+        files = contents(self.base, *problem_files, config.draft.init)
         key = fingerprint(config.model, options, config.data, config.warmup, config.run.seed, files)
         # The main rank's: copies of a checkpoint on several nodes have different times.
         cached = cache_folder(config) / f"start-{self.mesh.from_main(key)}"

@@ -15,7 +15,7 @@ from torchspec.build import base_folder, load_tokenizer, sampling_of
 from torchspec.checkpoint.run_folder import git_commit, installed_versions
 from torchspec.config.schema import Config, longest_draft
 from torchspec.data.problems import load_problems
-from torchspec.data.prompts import encode_prompts
+from torchspec.data.prompts import prompts_by_id
 from torchspec.distributed.mesh import Mesh
 from torchspec.errors import ConfigError
 from torchspec.models.spec import PolicySpec
@@ -94,10 +94,11 @@ def bench(
         raise ConfigError("rollout.py bench runs as one process; start it without torchrun")
     folder = base_folder(config, mesh)
     tokenizer = load_tokenizer(folder, PolicySpec.from_hf(folder, config.model.max_len))
-    prompts = encode_prompts(tokenizer, problems, config.model.max_len - config.rollout.max_new_tokens)
+    longest = config.model.max_len - config.rollout.max_new_tokens
+    prompts = prompts_by_id(tokenizer, problems, longest, config.data.overlong)
     requests = [
-        Request(problem_id=p.id, prompt_tokens=tokens, samples=config.rollout.samples_per_problem)
-        for p, tokens in zip(problems, prompts)
+        Request(problem_id=key, prompt_tokens=tokens, samples=config.rollout.samples_per_problem)
+        for key, tokens in prompts.items()
     ]
     config = _with_drafter(config, "hybrid" if draft else "suffix")
     engine = VllmEngine(config, folder, draft, seed=config.run.seed, device_type=mesh.device.type)

@@ -7,7 +7,7 @@ from pathlib import Path
 from torchspec.build import base_folder, load_tokenizer, sampling_of, score
 from torchspec.config.schema import Config, longest_draft
 from torchspec.data.problems import load_problems
-from torchspec.data.prompts import encode_prompts
+from torchspec.data.prompts import prompts_by_id
 from torchspec.distributed.mesh import Mesh
 from torchspec.errors import ConfigError, GuardStop, RewardFailed
 from torchspec.models.spec import PolicySpec
@@ -46,12 +46,14 @@ def generate_file(config: Config, draft: Path | None, split: str, limit: int, ou
     folder = base_folder(config, mesh)
     tokenizer = load_tokenizer(folder, PolicySpec.from_hf(folder, config.model.max_len))
     settings = config.rollout
-    prompts = encode_prompts(tokenizer, problems, config.model.max_len - settings.max_new_tokens)
+    longest = config.model.max_len - settings.max_new_tokens
+    prompts = prompts_by_id(tokenizer, problems, longest, config.data.overlong)
+    problems = [problem for problem in problems if problem.id in prompts]
     engine = VllmEngine(config, folder, draft, seed=config.run.seed, device_type=mesh.device.type)
     rollouts = engine.generate(
         [
-            Request(problem_id=p.id, prompt_tokens=tokens, samples=settings.samples_per_problem)
-            for p, tokens in zip(problems, prompts)
+            Request(problem_id=key, prompt_tokens=tokens, samples=settings.samples_per_problem)
+            for key, tokens in prompts.items()
         ],
         sampling_of(config),
     )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchspec.config.schema import Data, Reward
+from torchspec.data.answers import compile_pattern, last_match
 from torchspec.errors import ConfigError, RewardFailed
 from torchspec.records import Problem, Rollout
 from torchspec.rewards.worker import Worker
@@ -45,16 +46,7 @@ def build_scorer(reward: Reward, data: Data) -> Scorer:
             f'reward.functions: reasoning_gym scores only its own problems, but data.source = "{data.source}"'
             f"; use exact, math_verify or your own function"
         )
-    try:
-        pattern = re.compile(reward.answer_pattern, re.DOTALL)
-    except re.error as error:
-        raise ConfigError(
-            f"reward.answer_pattern is not a regular expression: {error}: {reward.answer_pattern}"
-        ) from None
-    if reward.answer_pattern and pattern.groups == 0:
-        raise ConfigError(
-            f"reward.answer_pattern needs a group (...) around the answer: {reward.answer_pattern}"
-        )
+    pattern = compile_pattern("reward.answer_pattern", reward.answer_pattern)
     if "format" in reward.functions and not reward.answer_pattern:
         raise ConfigError('reward.functions: format looks for reward.answer_pattern, which is ""; set it')
     for name in reward.functions:
@@ -162,8 +154,7 @@ class Scorer:
         """Return the answer in `response`; None where the pattern finds none."""
         if not self.pattern.pattern:
             return response.strip()
-        found = [match.group(1) for match in self.pattern.finditer(response)]
-        return found[-1].strip() if found and found[-1] else None
+        return last_match(self.pattern, response)
 
     def _exact(self, problem: Problem, response: str) -> float:
         return float(self.answer(response) == _reference(problem).strip())
