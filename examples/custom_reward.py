@@ -1,6 +1,7 @@
-"""A reward function of your own: closeness to a number, and a small bonus for a short response.
+r"""A reward function of your own: closeness to a number, and a small bonus for a short response.
 
-PYTHONPATH=examples python train.py CONFIG.toml --reward.functions '["custom_reward:closeness", "custom_reward:brevity"]'
+PYTHONPATH=examples python train.py CONFIG.toml \
+    --reward.functions '["custom_reward:closeness", "custom_reward:brevity"]'
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ class Trainer:
         self.config = config
         self.problems, self.held_out = load_problems(config.data)
         self.scorer = build_scorer(config.reward, config.data)
-        self.scorer.check_answers([*self.problems, *self.held_out])
+        readable = self.scorer.check_answers([*self.problems, *self.held_out])
+        self._keep_problems({problem.id for problem in readable})
         self.mesh = Mesh(config.parallel)
         check_version(self.mesh.device.type)
         check_world(config, self.mesh, len(self.problems), len(self.held_out))

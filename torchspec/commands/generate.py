@@ -39,7 +39,7 @@ def generate_file(config: Config, draft: Path | None, split: str, limit: int, ou
             f"--split {split}: there are no such problems; set data.eval_size, or --split train"
         )
     scorer = build_scorer(config.reward, config.data)
-    scorer.check_answers(problems)
+    problems = scorer.check_answers(problems)
     mesh = Mesh(config.parallel)
     if mesh.world_size > 1:
         raise ConfigError("rollout.py generate runs as one process; start it without torchrun")

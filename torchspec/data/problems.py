@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import reprlib
 from decimal import Decimal
 from typing import Any
 
@@ -92,6 +93,10 @@ class _RowError(Exception):
     """A row that cannot be used; the message begins with its place."""
 
 
+class _Unmatched(Exception):
+    """A row whose reference has no match for data.answer_pattern."""
+
+
 class _Reader:
     """Make problems of a file's rows, and gather what is wrong with them."""
 
@@ -115,6 +120,8 @@ class _Reader:
             count += 1
             try:
                 problems += self._problem(row)
+            except _Unmatched as error:
+                self.unmatched.append(str(error))
             except _RowError as error:
                 self.errors.append(str(error))
         if self.errors:
@@ -124,9 +131,12 @@ class _Reader:
             raise ConfigError(
                 f'{self.data.path}: no field "{key}" (data.answer_key) in any of {count} rows; {self._known(key)}'
             )
+        if self.unmatched and self.data.unreadable == "error":
+            text = f"of {count} references have no match for it"
+            raise ConfigError(f'{counted(self.unmatched, text)}; data.unreadable = "skip" leaves them out')
         if self.unmatched:
-            text = f"of {count} references have no match for data.answer_pattern = {self.data.answer_pattern}"
-            raise ConfigError(counted(self.unmatched, text))
+            text = "%s: %d of %d rows left out (data.unreadable): no match for data.answer_pattern"
+            log.warning(text, self.data.path, len(self.unmatched), count)
         return problems
 
     def _problem(self, row: Row) -> list[Problem]:
@@ -158,7 +168,7 @@ class _Reader:
             return text
         found = last_match(self.pattern, text)
         if found is None:
-            self.unmatched.append(f"{place}: {text[-60:]!r}")
+            raise _Unmatched(f"{place}: no match for data.answer_pattern in {reprlib.repr(text)}")
         return found
 
     def _known_or_new(self, problem: Problem, place: str) -> Problem:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import logging
 import math
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchspec.config.schema import Data, Reward
-from torchspec.data.answers import compile_pattern, last_match
+from torchspec.data.answers import compile_pattern, last_match, named
 from torchspec.errors import ConfigError, RewardFailed
 from torchspec.records import Problem, Rollout
+from torchspec.rewards.judges import as_latex, without_currency
 from torchspec.rewards.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,10 @@ class Scorer:
         self.failures: Counter[str] = Counter()
         """How often the workers failed, by kind: "timeout", "crash", "error", "value" (no finite number)."""
         judges = [name for name in reward.functions if name in ("math_verify", "reasoning_gym")]
+        judges += ["math_reads"] if "math_verify" in judges else []
+        self._read: dict[str, bool] = {}
+        """Whether math-verify can read a reference."""
+        self._skips_unreadable = data.unreadable == "skip"
         self._worker = Worker(judges, data.task, data.task_args, reward.timeout_s)
         users = [name for name in reward.functions if name not in BUILT_IN]
         self._users_worker = Worker(users, data.task, data.task_args, reward.timeout_s)
@@ -99,20 +105,46 @@ class Scorer:
         weights = reward.weights or [1.0] * len(reward.functions)
         self._functions = list(zip(reward.functions, weights, strict=True))
 
-    def check_answers(self, problems: Iterable[Problem]) -> None:
-        """Refuse problems without the reference answer a function needs; call it before the run.
+    def check_answers(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Return the problems whose reference answers the functions can read; call it before the run.
+
+        math_verify compares each reference with itself.
 
         Raises:
-            ConfigError: the first such problem.
+            ConfigError: problems without an answer that a function needs, or whose answer it cannot read, counted;
+                or with data.unreadable = "skip" that none is left.
         """
+        problems = list(problems)
+        wrong = {p.id: reason for p in problems if (reason := self._unreadable(p))}
+        if not wrong:
+            return problems
+        kept = [p for p in problems if p.id not in wrong]
+        count = f"{len(wrong)} of {len(problems)} problems have no answer that can be read"
+        text = f"problem {next(iter(wrong))}: {next(iter(wrong.values()))}"
+        if len(wrong) > 1:
+            text += f"; {count}, also {named(list(wrong)[1:])}"
+        if self._skips_unreadable and kept:
+            log.warning("%s; left out (data.unreadable)", text)
+            return kept
+        way_out = "that leaves none" if not kept else 'data.unreadable = "skip" leaves such problems out'
+        raise ConfigError(f"{text}; {way_out}")
+
+    def _unreadable(self, problem: Problem) -> str:
+        """Return why a function cannot use the reference of `problem`; "" if all can."""
         needing = [name for name, _ in self._functions if name in NEED_ANSWER]
-        for problem in problems:
-            if needing and not (problem.answer or "").strip():
-                raise ConfigError(
-                    f"problem {problem.id}: no answer, which reward function {needing[0]} needs; set "
-                    f"data.answer_key to the field that holds it; "
-                    f"other fields here: {', '.join(problem.meta) or 'none'}"
-                )
+        answer = (problem.answer or "").strip()
+        if needing and not answer:
+            return (
+                f"no answer, which reward function {needing[0]} needs; set data.answer_key to the field that "
+                f"holds it; other fields here: {', '.join(problem.meta) or 'none'}"
+            )
+        if "exact" in needing and re.search(r"^#### ", answer, re.MULTILINE):
+            return "its answer is a worked solution, which no answer equals; set data.answer_pattern = '####\\s*(.+)'"
+        if "math_verify" not in needing or re.fullmatch(r"-?\d+", answer):
+            return ""
+        if answer not in self._read:
+            self._read[answer] = self._worker.ask("math_reads", as_latex(answer))[0] == 1.0
+        return "" if self._read[answer] else f"math_verify cannot read its answer {reprlib.repr(answer)}"
 
     def score(
         self, problem: Problem, response: str, truncated: bool = False, sample: int | None = None
@@ -167,9 +199,9 @@ class Scorer:
         answer = self.answer(response)
         if not answer:
             return 0.0
-        if self.pattern.pattern:  # a bare expression; math-verify would read `2*x` as 2
-            answer = _as_latex(answer)
-        return self._judge(problem, "math_verify", _as_latex(_reference(problem)), answer)
+        # With a pattern it is a bare expression; math-verify would read `2*x` as 2.
+        answer = as_latex(answer) if self.pattern.pattern else without_currency(answer)
+        return self._judge(problem, "math_verify", as_latex(_reference(problem)), answer)
 
     def _reasoning_gym(self, problem: Problem, response: str) -> float:
         answer = self.answer(response)
@@ -212,7 +244,3 @@ def _reference(problem: Problem) -> str:
     if problem.answer is None:
         raise ValueError(f"problem {problem.id} has no answer; call check_answers first")
     return problem.answer
-
-
-def _as_latex(expression: str) -> str:
-    return expression if "$" in expression else f"${expression}$"

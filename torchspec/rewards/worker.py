@@ -20,7 +20,7 @@ from numbers import Real
 from typing import Any
 
 from torchspec.errors import ConfigError, one_line
-from torchspec.rewards.judges import math_judge, reasoning_gym_judge
+from torchspec.rewards.judges import math_judge, math_reader, reasoning_gym_judge
 
 WORKER_START_S = 120.0
 """Importing sympy, reasoning-gym or a user's module takes seconds; more on a busy machine."""
@@ -142,6 +142,8 @@ def serve(fd: int) -> None:
 def _function(name: str, task: str, task_args: dict[str, Any]) -> Callable[..., float]:
     if name == "math_verify":
         return math_judge()
+    if name == "math_reads":
+        return math_reader()
     if name == "reasoning_gym":
         return reasoning_gym_judge(task, task_args)
     return user_function(name)
