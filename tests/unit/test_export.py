@@ -221,3 +221,47 @@ def test_drafts_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             load_draft(target, tmp_path)
     assert all(torch.equal(good[name], x) for name, x in target.hf_weights())
+
+
+MAP = [3, 5, 9, 12, *range(20, 40)]
+T2D = torch.zeros(40, dtype=torch.bool).index_fill(0, torch.tensor(MAP), True)
+OFFSETS = torch.tensor(MAP) - torch.arange(24)
+
+
+@pytest.mark.parametrize(
+    ("maps", "message"),
+    [
+        ({"d2t": torch.tensor(MAP)}, "d2t leads to token 62, but the policy has tokens 0 to 39"),
+        ({"d2t": OFFSETS - 9}, "d2t leads to token -6, but"),
+        ({"d2t": -torch.arange(24)}, "the same token from two draft ids"),
+        ({"d2t": OFFSETS.float()}, r"d2t is torch.float32 \[24\]; a list of integers"),
+        ({"d2t": OFFSETS, "t2d": ~T2D}, "does not mark just the tokens that d2t leads to"),
+        ({"d2t": OFFSETS, "t2d": T2D[:24]}, r"t2d \[24\] does not mark"),
+        ({"d2t": torch.zeros(40, dtype=torch.int64)}, "draft_vocab_size is 24 of 40"),
+        ({}, "the weights lack d2t"),
+    ],
+)
+def test_maps_are_checked_as_indices(maps, message, tmp_path: Path) -> None:
+    target = draft(24, 1)
+    weights = {name: x for name, x in target.hf_weights() if name not in ("d2t", "t2d")}
+    (tmp_path / "config.json").write_text(json.dumps(target.spec.hf_config()))
+    save_file(weights | {"d2t": OFFSETS, "t2d": T2D}, tmp_path / "model.safetensors")
+    load_draft(target, tmp_path)
+    assert target.d2t.tolist() == OFFSETS.tolist()
+    assert torch.equal(target.t2d, T2D)
+    save_file(weights | maps, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        load_draft(target, tmp_path)
+
+
+def test_a_map_of_a_whole_vocabulary(tmp_path: Path) -> None:
+    """Some trainers write one of zeros all the same; another one contradicts config.json."""
+    target = draft(40, 1)
+    weights, zeros = dict(target.hf_weights()), torch.zeros(40, dtype=torch.int64)
+    (tmp_path / "config.json").write_text(json.dumps(target.spec.hf_config()))
+    save_file(weights | {"d2t": zeros, "t2d": zeros == 0}, tmp_path / "model.safetensors")
+    load_draft(target, tmp_path)
+    for wrong in (OFFSETS, torch.arange(40)):
+        save_file(weights | {"d2t": wrong}, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match="draft_vocab_size is 40 of 40; set draft_vocab_size"):
+            load_draft(target, tmp_path)

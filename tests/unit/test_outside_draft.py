@@ -108,7 +108,7 @@ LINE = DraftArchitecture(
     model=Line,
     objective=lambda draft, spec: NextButOne(draft.loss_rows),
     config_json=lambda spec, layout, verifier: {"architectures": ["LineModel"], **dataclasses.asdict(spec)},
-    spec_from_json=lambda config: LineSpec(
+    spec_from_json=lambda config, layers, where: LineSpec(
         aux_layers=tuple(config["aux_layers"]),
         **{n: config[n] for n in ("vocab_size", "draft_vocab_size", "dim", "max_len")},
     ),

@@ -258,8 +258,9 @@ class DraftArchitecture:
     """What [draft] says about training a draft of this shape."""
     config_json: Callable[[Any, str, Verifier | None], dict[str, Any]]
     """config.json of a spec in a layout."""
-    spec_from_json: Callable[[dict[str, Any]], Any]
-    """The inverse, whatever the layout; a ConfigError if the shape is not supported."""
+    spec_from_json: Callable[[dict[str, Any], int, object], Any]
+    """The inverse, whatever the layout; a ConfigError if the shape is not supported. It gets config.json, the
+    number of the policy's layers and the file's name."""
     layout_of: Callable[[dict[str, Any]], str]
     """Which layout a config.json has."""
     renamed: Callable[[str, str], str]

@@ -9,12 +9,7 @@ from torchspec.drafts.eagle3.spec import Eagle3Spec, check_spec, make_spec
 EAGLE3 = DraftArchitecture(
     name=Eagle3Spec.arch,
     method="eagle3",
-    served_as=(
-        "LlamaForCausalLMEagle3",
-        "Eagle3LlamaForCausalLM",
-        "Eagle3DraftModel",  # the speculators layout; so is the next
-        "Eagle3Speculator",
-    ),
+    served_as=checkpoint.SERVED_AS,
     layouts=checkpoint.LAYOUTS,
     make_spec=make_spec,
     check_spec=check_spec,
