@@ -183,7 +183,9 @@ def draft_config(**changes: Any) -> Callable[[Place], object]:
 def speculators(**changes: Any) -> Callable[[Place], object]:
     def read(place: Place) -> None:
         spec = draft_spec(with_draft("random"), PolicySpec.from_hf(place.base))
-        config = config_json(spec, "speculators", Verifier("p", "Qwen3ForCausalLM", 4)) | changes
+        config = (
+            config_json(spec, "speculators", Verifier("p", "Qwen3ForCausalLM", 4, torch.zeros(0))) | changes
+        )
         config = {key: value for key, value in config.items() if value is not None}
         (place.root / "config.json").write_text(json.dumps(config))
         draft_spec(with_draft(place.root), PolicySpec.from_hf(place.base))

@@ -97,6 +97,7 @@ LINE = DraftArchitecture(
     method="line_method",
     served_as=("LineModel",),
     layouts=("plain",),
+    layouts_with_embeddings=(),
     make_spec=lambda draft, policy: LineSpec(
         vocab_size=policy.vocab_size,
         draft_vocab_size=draft.vocab_size or policy.vocab_size,

@@ -146,8 +146,8 @@ class ConfigJson:
             f"{self.where}: {name} = {text[:60]}{'...' * (len(text) > 60)} is not allowed; {why}"
         )
 
-    def assume(self, text: str) -> None:
-        """Log what an absent key is taken to mean, once per process."""
+    def say_once(self, text: str) -> None:
+        """Log what a key, or an absent one, is taken to mean: once per process."""
         line = f"{self.where}: {text}"
         if line not in _logged:
             _logged.add(line)
@@ -169,5 +169,5 @@ class ConfigJson:
         if default is _REQUIRED:
             raise ConfigError(f"{self.where}: key {name!r} is missing; is this a full checkpoint folder?")
         if not quiet:
-            self.assume(f"{name} is absent; {default} is taken, as vLLM does")
+            self.say_once(f"{name} is absent; {default} is taken, as vLLM does")
         return default

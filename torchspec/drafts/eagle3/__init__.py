@@ -11,6 +11,7 @@ EAGLE3 = DraftArchitecture(
     method="eagle3",
     served_as=checkpoint.SERVED_AS,
     layouts=checkpoint.LAYOUTS,
+    layouts_with_embeddings=("speculators",),  # that library fills what is missing with uninitialised memory
     make_spec=make_spec,
     check_spec=check_spec,
     model=Eagle3,

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from torchspec.drafts.base import Verifier
-from torchspec.drafts.eagle3.spec import Eagle3Spec
+from torchspec.drafts.eagle3.spec import NORM_OUTPUT, Eagle3Spec
 from torchspec.errors import ConfigError
+from torchspec.models.config_json import ConfigJson
 
 LAYOUTS = ("eagle3", "speculators")
 SERVED_AS = (
@@ -27,6 +28,8 @@ SPECULATORS_VERSION = "0.9.0"
 def config_json(spec: Eagle3Spec, layout: str, verifier: Verifier | None = None) -> dict[str, Any]:
     """config.json of a draft; speculators needs the verifier."""
     flat = spec.hf_config()
+    if spec.norm_output and verifier is not None:  # for others to read, not for this run's own engine
+        ConfigJson("draft export", {}).say_once(f"norm_output = true {NORM_OUTPUT}")
     if layout == "eagle3":
         return flat
     assert verifier is not None

@@ -129,7 +129,7 @@ class Eagle3Spec:
             if layers is None:
                 raise ConfigError(f"{where}: key {_IDS!r} is missing")
             aux = default_layers(layers)
-            file.assume(f"{_IDS} is absent; layers {', '.join(map(str, aux))} are tapped, as vLLM does")
+            file.say_once(f"{_IDS} is absent; layers {', '.join(map(str, aux))} are tapped, as vLLM does")
         vocab_size, dim = file.integer("vocab_size"), file.integer("hidden_size")
         heads = file.integer("num_attention_heads")
         file.only(target_hidden_size=dim, num_aux_hidden_states=len(aux))
@@ -151,11 +151,17 @@ class Eagle3Spec:
             norm_output=file.flag("norm_output", False),
             norm_before_residual=file.flag("norm_before_residual", False),
         )
+        if spec.norm_output:
+            file.say_once(f"norm_output = true {NORM_OUTPUT}")
         file.finish(_HARMLESS)
         _check_shape(spec, where)
         return spec
 
 
+NORM_OUTPUT = (
+    "means that the normed hidden state goes on to the next pass, as in vLLM and in EAGLE-3.1; "
+    "SpecForge has another meaning for this key"
+)
 _MODEL_OPT: dict[str, Any] = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
