@@ -240,7 +240,7 @@ OFFSETS = torch.tensor(MAP) - torch.arange(24)
 @pytest.mark.parametrize(
     ("maps", "message"),
     [
-        ({"d2t": torch.tensor(MAP)}, "d2t leads to token 62, but the policy has tokens 0 to 39"),
+        ({"d2t": torch.tensor(MAP)}, "d2t leads to token 62, but the model has tokens 0 to 39"),
         ({"d2t": OFFSETS - 9}, "d2t leads to token -6, but"),
         ({"d2t": -torch.arange(24)}, "the same token from two draft ids"),
         ({"d2t": OFFSETS.float()}, r"d2t is torch.float32 \[24\]; a list of integers"),

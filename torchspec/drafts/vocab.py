@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchspec.errors import ConfigError
+from torchspec.models.vocabulary import check_ids
 
 
 def build_d2t(counts: Tensor, size: int, keep: Iterable[int] = ()) -> Tensor:
@@ -70,12 +71,7 @@ def check_maps(d2t: Tensor, t2d: Tensor | None, vocab_size: int, where: object) 
         raise ConfigError(f"{where}: d2t is {d2t.dtype} {list(d2t.shape)}; a list of integers is needed")
     ids = target_ids(d2t.to(torch.int64))
     remedy = "d2t[i] must be the policy's id of draft token i, less i"
-    if len(ids) and (wrong := max(ids.tolist(), key=lambda i: max(i, vocab_size - 1 - i))) not in range(
-        vocab_size
-    ):
-        raise ConfigError(
-            f"{where}: d2t leads to token {wrong}, but the policy has tokens 0 to {vocab_size - 1}; {remedy}"
-        )
+    check_ids(ids.tolist(), vocab_size, f"{where}: d2t", remedy)
     if len(ids.unique()) != len(ids):
         raise ConfigError(f"{where}: d2t leads to the same token from two draft ids; {remedy}")
     if t2d is None:
