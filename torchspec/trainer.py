@@ -18,7 +18,7 @@ from torchspec.drafts.build import build_draft, check_draft, draft_spec
 from torchspec.errors import GuardStop, NonFinite, RewardFailed, Stopped
 from torchspec.metrics.console import console_line
 from torchspec.metrics.meter import Meter
-from torchspec.metrics.rollout_metrics import rollout_metrics, simulated_tau, speculation_metrics
+from torchspec.metrics.rollout_metrics import derive_metrics, rollout_metrics, speculation_metrics
 from torchspec.metrics.stopwatch import peak_memory_gb
 from torchspec.metrics.writer import MetricWriter
 from torchspec.models.spec import PolicySpec
@@ -107,7 +107,7 @@ class Trainer:
             self.weights.send()
         meter.maximum("perf/memory_gb", peak_memory_gb(self.mesh.device))
         values = meter.reduce(self.mesh)
-        _derive(values, train_draft)
+        derive_metrics(values, train_draft)
         self.progress.end_step(step, values)
         return values
 
@@ -246,13 +246,3 @@ class Trainer:
         path.parent.mkdir(exist_ok=True)
         write_rollouts(path, rollouts)
         return f"the step's rollouts are in {path}; the same command goes on after step {self.progress.saved}"
-
-
-def _derive(values: dict[str, float], train_draft: bool) -> None:
-    """Add the metrics that follow from others of the step."""
-    if train_draft:
-        values["draft/tau_simulated"] = simulated_tau(values)
-    trained = values["perf/train_policy_s"] + values["perf/train_draft_s"]
-    generated = values["perf/rollout_s"] + values.get("perf/restart_s", 0.0)
-    values["perf/rollout_tokens_per_s"] = values["rollout/tokens"] / generated
-    values["perf/train_tokens_per_s"] = values.pop("rollout/trained_tokens") / trained

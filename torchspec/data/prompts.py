@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from torchspec.data.answers import counted, named
 from torchspec.errors import ConfigError, one_line
+from torchspec.models.vocabulary import check_ids
 from torchspec.records import Message, Problem
 
 if TYPE_CHECKING:  # importing transformers takes seconds
@@ -19,13 +20,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None
     """Refuse a tokenizer that can produce ids the model has no embedding for, or that cannot end a response.
 
     Raises:
-        ConfigError: more tokens than `vocab_size`, or no end token.
+        ConfigError: a token id from `vocab_size` on, or no end token.
     """
-    if len(tokenizer) > vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {vocab_size}: they do not "
-            f"belong together; point model.source at a folder whose tokenizer and weights do"
-        )
+    remedy = "they do not belong together; point model.source at a folder whose tokenizer and weights do"
+    ids = {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    check_ids(ids, vocab_size, "the tokenizer", remedy)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             "the tokenizer has no end token; set eos_token in tokenizer_config.json of model.source"
