@@ -22,6 +22,13 @@ class EngineDied(Exception):
     """The engine raised while it generated. Answers that were complete are kept; see `Engine.restart`."""
 
 
+class RewardFailed(ConfigError):
+    """A user's reward function raised, took too long, ended its process or returned no finite number.
+
+    The message names the function, the problem and the sample. In a run it becomes a `GuardStop`.
+    """
+
+
 class TapError(RuntimeError):
     """Taps did not arrive, or are not those of the microbatch they are taken for."""
 

@@ -6,7 +6,8 @@ import time
 
 from torchspec import build
 from torchspec.checkpoint.checkpoint import Checkpoints, Saved, newest, reseed
-from torchspec.checkpoint.run_folder import create_run_folder, find_run, note_resumption
+from torchspec.checkpoint.lock import own_run
+from torchspec.checkpoint.run_folder import create_run_folder, dependencies, find_run, note_resumption
 from torchspec.config.schema import Config
 from torchspec.data.sampler import ProblemOrder
 from torchspec.data.tokenizer import load_tokenizer, special_ids
@@ -14,10 +15,10 @@ from torchspec.distributed.fsdp import compute_dtype
 from torchspec.distributed.interrupt import Interrupt
 from torchspec.distributed.mesh import Mesh, check_world
 from torchspec.drafts.build import build_draft, check_draft, draft_spec
-from torchspec.errors import GuardStop, NonFinite, Stopped
+from torchspec.errors import GuardStop, NonFinite, RewardFailed, Stopped
 from torchspec.metrics.console import console_line
 from torchspec.metrics.meter import Meter
-from torchspec.metrics.rollout_metrics import rollout_metrics, simulated_tau, speculation_metrics
+from torchspec.metrics.rollout_metrics import derive_metrics, rollout_metrics, speculation_metrics
 from torchspec.metrics.stopwatch import peak_memory_gb
 from torchspec.metrics.writer import MetricWriter
 from torchspec.models.spec import PolicySpec
@@ -52,10 +53,13 @@ class Trainer:
         self.task = Task(config)
         self.mesh = Mesh(config.parallel)
         check_world(config, self.mesh, len(self.task.problems), len(self.task.held_out))
+        self.lock = own_run(config, self.mesh)
+        self.interrupt = Interrupt(self.mesh)
         self.base = build.base_folder(config, self.mesh)
         spec = PolicySpec.from_hf(self.base, config.model.max_len)
         self._check(spec)
-        self.folder, resumes = find_run(config)
+        self.depends = dependencies(self.task.prompts, config.reward.functions)
+        self.folder, resumes = find_run(config, self.depends)
         found = newest(self.folder / "checkpoints") if resumes and self.mesh.is_main else None
         saved = self.mesh.from_main(found)  # all ranks have looked before one makes the folder
         self._build(spec)
@@ -94,15 +98,16 @@ class Trainer:
         """Roll out, reward, update, refit; return the step's metrics, equal on all ranks."""
         meter = Meter()
         self.progress.begin_step()
+        self.interrupt.check()
         batch_problems = self.order.next(self.config.rollout.problems_per_step)  # equal on all ranks
         all_rollouts = self._generate(step, batch_problems, meter)
-        local_rollouts = self._reward(batch_problems, all_rollouts, meter)
+        local_rollouts = self._reward(step, batch_problems, all_rollouts, meter)
         train_draft = self._update(step, local_rollouts, meter)
         with meter.phase("refit"):
             self.weights.send()
         meter.maximum("perf/memory_gb", peak_memory_gb(self.mesh.device))
         values = meter.reduce(self.mesh)
-        _derive(values, train_draft)
+        derive_metrics(values, train_draft)
         self.progress.end_step(step, values)
         return values
 
@@ -126,6 +131,9 @@ class Trainer:
         check_engine(config, self.mesh.device.type, spec)
         tokenizer = load_tokenizer(self.base, spec)
         self.task.tokenize(tokenizer, config.model.max_len - config.rollout.max_new_tokens)
+        check_world(
+            config, self.mesh, len(self.task.problems), len(self.task.held_out)
+        )  # some may be left out
         if config.draft.enabled:
             draft_spec(config, spec)
         check_draft(config, self.base)
@@ -154,26 +162,28 @@ class Trainer:
         )
         self.fleet = Fleet(mesh, self.engine, lengths, config.rollout.tail_weight)
         self.weights = ServedWeights(self.engine, policy, draft, compute_dtype(config))
-        self.evaluation = Evaluation(config, mesh, self.engine, self.task, self.weights)
+        self.evaluation = Evaluation(
+            config, mesh, self.engine, self.task, self.weights, self.interrupt, self._keep
+        )
 
     def _begin(self, saved: Saved | None) -> None:
         """Begin a new run folder, or go on from a checkpoint."""
         config, mesh = self.config, self.mesh
         self.order = ProblemOrder(self.task.problems, config.run.seed)
         self.guards = Guards(config)
-        self.interrupt = Interrupt(mesh)
-        if mesh.is_main and not saved:  # nothing of an earlier run is removed before this one can start
-            create_run_folder(config, self.folder)
+        if self.lock and not saved:  # nothing of an earlier run is removed before this one can start
+            self.lock.check()
+            create_run_folder(config, self.folder, self.depends)
             self.engine.save_costs(self.folder / "cost.json")
         mesh.barrier()
         checkpoints = Checkpoints(self.folder / "checkpoints", mesh, config.checkpoint)
         components = {"order": self.order, "guards": self.guards, "fleet": self.fleet}
         optimizers, every = self.learner.optimizers, config.checkpoint.every
-        self.progress = Progress(checkpoints, every, optimizers, components, self.weights)
+        self.progress = Progress(checkpoints, every, optimizers, components, self.weights, self.lock)
         if saved:
             self.progress.resume(saved, mesh)
             if mesh.is_main:
-                note_resumption(config, self.folder, saved.step)
+                note_resumption(config, self.folder, saved.step, self.depends)
             self.say(f"resumed from {saved.folder}")
 
     # Parts of a step
@@ -196,13 +206,18 @@ class Trainer:
             self.fleet.learn(step, all_rollouts)
         return all_rollouts
 
-    def _reward(self, problems: list[Problem], rollouts: list[Rollout], meter: Meter) -> list[Rollout]:
+    def _reward(
+        self, step: int, problems: list[Problem], rollouts: list[Rollout], meter: Meter
+    ) -> list[Rollout]:
         """Return the scored rollouts of this rank's share of the problems."""
         problems = problems[self.mesh.rank :: self.mesh.world_size]
         ids = {p.id for p in problems}
         rollouts = [r for r in rollouts if r.problem_id in ids]
         with meter.phase("reward"):
-            self.task.score(problems, rollouts)
+            try:
+                self.task.score(problems, rollouts, self.mesh, self.interrupt)
+            except RewardFailed as error:
+                raise GuardStop(f"step {step}: {error}; {self._keep(step, rollouts)}") from error
             group_advantages(rollouts, self.config.rl)
             meter.total("reward/failures", self.task.take_failures())
         rollout_metrics(rollouts, meter, self.engine.longest_draft)
@@ -231,13 +246,3 @@ class Trainer:
         path.parent.mkdir(exist_ok=True)
         write_rollouts(path, rollouts)
         return f"the step's rollouts are in {path}; the same command goes on after step {self.progress.saved}"
-
-
-def _derive(values: dict[str, float], train_draft: bool) -> None:
-    """Add the metrics that follow from others of the step."""
-    if train_draft:
-        values["draft/tau_simulated"] = simulated_tau(values)
-    trained = values["perf/train_policy_s"] + values["perf/train_draft_s"]
-    generated = values["perf/rollout_s"] + values.get("perf/restart_s", 0.0)
-    values["perf/rollout_tokens_per_s"] = values["rollout/tokens"] / generated
-    values["perf/train_tokens_per_s"] = values.pop("rollout/trained_tokens") / trained

@@ -155,6 +155,13 @@ def test_the_newest_checkpoint_is_exported_as_it_was_served(story, tmp_path, lay
     served = json.loads((folder / "b" / "draft" / "config.json").read_text())
     assert spec_from_json(config) == Eagle3Spec.from_hf_config(served)
     theirs = load_file(tmp_path / "out" / "draft" / "model.safetensors")
+    embedding = theirs.pop("embed_tokens.weight", None)
+    policy = load_file(tmp_path / "out" / "policy" / "model.safetensors")
+    assert (
+        embedding is None
+        if layout == "eagle3"
+        else torch.equal(embedding, policy["model.embed_tokens.weight"])
+    )
     ours = load_file(folder / "b" / "draft" / "model.safetensors")
     assert theirs.keys() == {renamed(name, layout) for name in ours}
     assert all(torch.equal(theirs[renamed(name, layout)], x) for name, x in ours.items())

@@ -313,9 +313,12 @@ def test_the_torch_draft_and_the_engines_propose_the_same_chains(folders, tmp_pa
     assert compared > 200
 
     layout = "speculators" if norms == (draft_vocab == VOCAB) else "eagle3"
-    verifier = Verifier(str(folders["policy2"]), "Qwen3ForCausalLM", K)
+    verifier = Verifier(str(folders["policy2"]), "Qwen3ForCausalLM", K, embedding)
     export_draft(draft, tmp_path / "exported", ALONE, layout, verifier)
     engine = start(folders["policy2"], tmp_path / "exported")
+    assert "embed_tokens.weight" in engine.shared_names(), (
+        "a copy would stay behind when the policy is refitted"
+    )
     again = record_proposals(engine)
     assert [r.tokens for r in engine.generate(batch, GREEDY)] == [r.tokens for r in rollouts]
     engine.close()

@@ -185,7 +185,9 @@ def draft_config(**changes: Any) -> Callable[[Place], object]:
 def speculators(**changes: Any) -> Callable[[Place], object]:
     def read(place: Place) -> None:
         spec = draft_spec(with_draft("random"), PolicySpec.from_hf(place.base))
-        config = config_json(spec, "speculators", Verifier("p", "Qwen3ForCausalLM", 4)) | changes
+        config = (
+            config_json(spec, "speculators", Verifier("p", "Qwen3ForCausalLM", 4, torch.zeros(0))) | changes
+        )
         config = {key: value for key, value in config.items() if value is not None}
         (place.root / "config.json").write_text(json.dumps(config))
         draft_spec(with_draft(place.root), PolicySpec.from_hf(place.base))
@@ -449,9 +451,9 @@ CASES: list[tuple[str, Callable[[Place], object], str]] = [
     ),
     ("layer ids", draft_config(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), r"\[1, 2, 9\] .* from 0 to 3"),
     ("two layers", draft_config(num_hidden_layers=2), r"num_hidden_layers = 2; only 1 is supported"),
-    ("no width", draft_config(intermediate_size=None), r"intermediate_size is missing"),
+    ("no width", draft_config(intermediate_size=None), r"'intermediate_size' is missing"),
     ("algorithm", speculators(speculators_model_type="dflash"), r"= 'dflash'; only 'eagle3' is supported"),
-    ("residual", speculators(norm_before_residual=None), r"norm_before_residual = True; only False"),
+    ("first norm", speculators(norm_before_fc=True), r"norm_before_fc = True; only False"),
     (
         "no layer",
         speculators(transformer_layer_config=None),

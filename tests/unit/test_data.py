@@ -297,7 +297,9 @@ def test_chat_templates_that_are_missing_or_refuse():
 
 def test_tokenizers_that_do_not_fit_the_model():
     check_tokenizer(tiny_tokenizer(), vocab_size=7)
-    with pytest.raises(ConfigError, match=r"has 7 tokens, the model's vocab_size is 6: .* model.source"):
+    with pytest.raises(
+        ConfigError, match=r"leads to token 6, but the model has tokens 0 to 5; .* model.source"
+    ):
         check_tokenizer(tiny_tokenizer(), vocab_size=6)
     with pytest.raises(ConfigError, match=r"no end token; set eos_token in tokenizer_config.json"):
         check_tokenizer(tiny_tokenizer(eos=None), vocab_size=7)

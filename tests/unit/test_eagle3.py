@@ -2,9 +2,12 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from torchspec.attention import local_plan
 from torchspec.config.schema import Parallel
@@ -87,12 +90,28 @@ def rms(x, weight, eps):
     return weight * x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
 
 
-def dense_rotate(x, positions, theta):
-    """As a rotation of complex numbers (x_j, x_{j + D/2}) by position * theta^(-2j / D)."""
-    half = x.shape[-1] // 2
-    speeds = torch.tensor([theta ** (-j / half) for j in range(half)], dtype=torch.float64)
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * positions[:, None, None] * speeds)
-    return torch.cat([turned.real, turned.imag], dim=-1)
+def dense_rotate(x, positions, spec):
+    """As a rotation of complex numbers (x_j, x_{j + R/2}) by position * theta^(-2j / R); the rest of a head stays."""
+    half = int(spec.head_dim * spec.partial_rotary_factor) // 2
+    rotated = 2 * half
+    speeds = torch.tensor([spec.rope_theta ** (-j / half) for j in range(half)], dtype=torch.float64)
+    if spec.rope_scaling:
+        speeds = dense_llama3(speeds, spec.rope_scaling)
+    a, b = x[..., : rotated // 2], x[..., rotated // 2 : rotated]
+    turned = torch.complex(a, b) * torch.exp(1j * positions[:, None, None] * speeds)
+    return torch.cat([turned.real, turned.imag, x[..., rotated:]], dim=-1)
+
+
+def dense_llama3(speeds, scaling):
+    """Llama 3.1's scaling in fp64, number by number."""
+    factor, low, high, length = scaling.values()
+    found = []
+    for speed in speeds.tolist():
+        wave = 2 * math.pi / speed
+        smooth = (length / wave - low) / (high - low)
+        mixed = (1 - smooth) * speed / factor + smooth * speed
+        found.append(speed if wave < length / high else speed / factor if wave > length / low else mixed)
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def dense_valid(documents, passes):
@@ -146,12 +165,14 @@ def dense_losses(draft, documents, taps, head, passes, denominator):
         q, k, v = (
             (x @ w[f"midlayer.self_attn.{n}_proj.weight"].T).view(len(x), -1, spec.head_dim) for n in "qkv"
         )
-        q = dense_rotate(q, positions + d - 1, spec.rope_theta)
-        keys.append(dense_rotate(k, positions + d - 1, spec.rope_theta).repeat_interleave(group, 1))
+        q = dense_rotate(q, positions + d - 1, spec)
+        keys.append(dense_rotate(k, positions + d - 1, spec).repeat_interleave(group, 1))
         values.append(v.repeat_interleave(group, 1))
         scores = torch.einsum("thd,shd->hts", q, torch.cat(keys)) / spec.head_dim**0.5
         scores = scores.masked_fill(~dense_mask(documents, d), -torch.inf)
         out = torch.einsum("hts,shd->thd", scores.softmax(-1), torch.cat(values)).flatten(1)
+        if spec.norm_before_residual:
+            hidden = rms(hidden, w["midlayer.hidden_norm.weight"], spec.norm_eps)
         hidden = hidden + out @ w["midlayer.self_attn.o_proj.weight"].T
         y = rms(hidden, w["midlayer.post_attention_layernorm.weight"], spec.norm_eps)
         gate, up = (y @ w[f"midlayer.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
@@ -219,6 +240,30 @@ def test_equals_dense_staircase(passes, kv_heads):
 @pytest.mark.parametrize("fc_norm", [False, True])
 def test_equals_dense_in_every_variant(fc_norm, norm_output, draft_vocab_size):
     variant = dict(fc_norm=fc_norm, norm_output=norm_output, draft_vocab_size=draft_vocab_size)
+    assert_equals_dense(dataclasses.replace(SPEC, **variant), passes=4)
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16.0,
+}
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"norm_before_residual": True},
+        {"partial_rotary_factor": 1 / 3},
+        {"partial_rotary_factor": 0.5, "head_dim": 8},
+        {"rope_scaling": LLAMA3, "head_dim": 16},
+        {"rope_scaling": LLAMA3, "head_dim": 16, "partial_rotary_factor": 0.5, "norm_before_residual": True},
+        {"head_dim": 2, "heads": 8, "kv_heads": 4},
+    ],
+    ids=lambda v: ", ".join(v),
+)
+def test_equals_dense_in_what_other_tools_train(variant):
     assert_equals_dense(dataclasses.replace(SPEC, **variant), passes=4)
 
 
@@ -393,11 +438,21 @@ def test_lower_precision_follows_fp64(dtype, tol):
     assert (found - expected).norm() < tol * expected.norm()
 
 
+def test_llama3_scaling_is_transformers():
+    spec = dataclasses.replace(SPEC, rope_scaling=LLAMA3, head_dim=16)
+    keys = ("hidden_size", "num_attention_heads", "head_dim", "rope_theta", "rope_scaling")
+    config = LlamaConfig(**{key: spec.hf_config()[key] for key in keys})
+    theirs, scale = ROPE_INIT_FUNCTIONS["llama3"](config)
+    exact = torch.tensor([100.0 ** (-j / 8) for j in range(8)], dtype=torch.float64)
+    assert scale == 1.0
+    torch.testing.assert_close(dense_llama3(exact, LLAMA3).float(), theirs, rtol=1e-5, atol=0)
+
+
 def test_positions_far_beyond_any_table():
     """Attention depends on distances only, also at a million tokens (fp64)."""
-    q = torch.randn(4, 2, 6, dtype=torch.float64)
+    q, spec = torch.randn(4, 2, 6, dtype=torch.float64), dataclasses.replace(SPEC, rope_theta=1e4)
     near, far = (
-        torch.einsum("thd,shd->hts", *(eagle3.rotate(q, torch.arange(4) + start, 1e4) for _ in range(2)))
+        torch.einsum("thd,shd->hts", *(eagle3.rotate(q, torch.arange(4) + start, spec) for _ in range(2)))
         for start in (0, 1_000_000)
     )
     torch.testing.assert_close(near, far, rtol=0, atol=1e-8)
@@ -505,7 +560,12 @@ def test_the_two_conventions_of_layer_ids_differ_by_one():
 
 
 def test_spec_survives_config_json():
-    for spec in (SPEC, dataclasses.replace(SPEC, draft_vocab_size=5, fc_norm=False, norm_output=False)):
+    changes = [
+        dict(draft_vocab_size=5, fc_norm=False, norm_output=False),
+        dict(rope_scaling=LLAMA3, norm_before_residual=True),
+        dict(partial_rotary_factor=1 / 3),
+    ]
+    for spec in (SPEC, *(dataclasses.replace(SPEC, **change) for change in changes)):
         assert Eagle3Spec.from_hf_config(spec.hf_config()) == spec
 
 
@@ -525,10 +585,10 @@ def test_config_json_as_other_tools_write_it():
     ("changes", "message"),
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers = 2; only 1 is supported"),
-        ({"norm_before_residual": True}, "norm_before_residual = True"),
+        ({"norm_before_fc": True}, "norm_before_fc = True; only False"),
         ({"target_hidden_size": 16}, "target_hidden_size = 16; only 8"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
-        ({"intermediate_size": None}, "intermediate_size is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "RoPE scaling 'linear' is not supported"),
+        ({"intermediate_size": None}, "'intermediate_size' is missing"),
     ],
 )
 def test_unsupported_checkpoints_are_refused(changes, message):

@@ -23,6 +23,7 @@ from torchspec.drafts.eagle3.model import Eagle3
 from torchspec.drafts.eagle3.spec import Eagle3Spec
 from torchspec.drafts.vocab import build_d2t
 from torchspec.errors import ConfigError
+from torchspec.models import config_json as config_json_module
 from torchspec.models import hf
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
@@ -113,7 +114,7 @@ def draft(size: int, seed: int) -> Eagle3:
     return Eagle3(spec, None if size == 40 else build_d2t(counts, size))
 
 
-VERIFIER = Verifier("some/policy", "Qwen3ForCausalLM", draft_tokens=5)
+VERIFIER = Verifier("some/policy", "Qwen3ForCausalLM", draft_tokens=5, embeddings=torch.ones(40, 16))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -128,6 +129,8 @@ def test_draft_round_trip(layout: str, size: int, tmp_path: Path, mesh: Mesh) ->
     got = dict(other.hf_weights())
     written = load_file(tmp_path / "draft" / "model.safetensors")
     assert got.keys() == want.keys() == required_names(trained.spec)
+    given = written.pop("embed_tokens.weight", None)  # that library would fill in uninitialised memory
+    assert given is None if layout == "eagle3" else torch.equal(given, VERIFIER.embeddings)
     assert written.keys() == {renamed(name, layout) for name in want}
     assert ("layers.0.mlp.up_proj.weight" in written) == (layout == "speculators")
     assert all(torch.equal(got[name], want[name]) for name in want)
@@ -170,13 +173,19 @@ def test_the_speculators_library_loads_it_and_computes_the_same(tmp_path: Path, 
     trained = draft(24, 1)
     shape = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
-    Qwen3ForCausalLM(Qwen3Config(**shape, **heads)).save_pretrained(tmp_path / "policy")
-    verifier = VERIFIER._replace(path=str(tmp_path / "policy"))
+    policy = Qwen3ForCausalLM(Qwen3Config(**shape, **heads))
+    policy.save_pretrained(tmp_path / "policy")
+    embedding = policy.model.embed_tokens.weight.detach()
+    verifier = VERIFIER._replace(path=str(tmp_path / "policy"), embeddings=embedding)
     export_draft(trained, tmp_path / "draft", mesh, "speculators", verifier)
+    # What the library does not find in the file is memory that was freed before: make that memory wrong.
+    dirty = [torch.full_like(embedding, 1e6) for _ in range(100)]
+    del dirty
     theirs = Eagle3DraftModel.from_pretrained(tmp_path / "draft")
     torch.manual_seed(5)
     tokens, aux = torch.randint(0, 40, (9,)), torch.randn(9, 48)
-    embeds = theirs.embed_tokens(tokens)
+    assert torch.equal(theirs.embed_tokens.weight, embedding)
+    embeds = embedding[tokens]
     positions = torch.arange(9)
     cu_seqlens = torch.tensor([0, 9], dtype=torch.int32)
     with torch.no_grad():
@@ -221,3 +230,59 @@ def test_drafts_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             load_draft(target, tmp_path)
     assert all(torch.equal(good[name], x) for name, x in target.hf_weights())
+
+
+MAP = [3, 5, 9, 12, *range(20, 40)]
+T2D = torch.zeros(40, dtype=torch.bool).index_fill(0, torch.tensor(MAP), True)
+OFFSETS = torch.tensor(MAP) - torch.arange(24)
+
+
+@pytest.mark.parametrize(
+    ("maps", "message"),
+    [
+        ({"d2t": torch.tensor(MAP)}, "d2t leads to token 62, but the model has tokens 0 to 39"),
+        ({"d2t": OFFSETS - 9}, "d2t leads to token -6, but"),
+        ({"d2t": -torch.arange(24)}, "the same token from two draft ids"),
+        ({"d2t": OFFSETS.float()}, r"d2t is torch.float32 \[24\]; a list of integers"),
+        ({"d2t": OFFSETS, "t2d": ~T2D}, "does not mark just the tokens that d2t leads to"),
+        ({"d2t": OFFSETS, "t2d": T2D[:24]}, r"t2d \[24\] does not mark"),
+        ({"d2t": torch.zeros(40, dtype=torch.int64)}, "draft_vocab_size is 24 of 40"),
+        ({}, "the weights lack d2t"),
+    ],
+)
+def test_maps_are_checked_as_indices(maps, message, tmp_path: Path) -> None:
+    target = draft(24, 1)
+    weights = {name: x for name, x in target.hf_weights() if name not in ("d2t", "t2d")}
+    (tmp_path / "config.json").write_text(json.dumps(target.spec.hf_config()))
+    save_file(weights | {"d2t": OFFSETS, "t2d": T2D}, tmp_path / "model.safetensors")
+    load_draft(target, tmp_path)
+    assert target.d2t.tolist() == OFFSETS.tolist()
+    assert torch.equal(target.t2d, T2D)
+    save_file(weights | maps, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        load_draft(target, tmp_path)
+
+
+def test_a_map_of_a_whole_vocabulary(tmp_path: Path) -> None:
+    """Some trainers write one of zeros all the same; another one contradicts config.json."""
+    target = draft(40, 1)
+    weights, zeros = dict(target.hf_weights()), torch.zeros(40, dtype=torch.int64)
+    (tmp_path / "config.json").write_text(json.dumps(target.spec.hf_config()))
+    save_file(weights | {"d2t": zeros, "t2d": zeros == 0}, tmp_path / "model.safetensors")
+    load_draft(target, tmp_path)
+    for wrong in (OFFSETS, torch.arange(40)):
+        save_file(weights | {"d2t": wrong}, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match="draft_vocab_size is 40 of 40; set draft_vocab_size"):
+            load_draft(target, tmp_path)
+
+
+def test_norm_output_is_explained_once_on_import_and_on_export(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(config_json_module, "_logged", set())
+    spec = draft(24, 1).spec
+    for _ in range(2):
+        spec_from_json(config_json(spec, "eagle3", VERIFIER))
+    lines = [record.getMessage() for record in caplog.records if "norm_output" in record.getMessage()]
+    assert len(lines) == 2
+    assert lines[0].startswith("draft export: norm_output = true means")
+    assert all("SpecForge has another meaning" in line for line in lines)
+    config_json(spec, "eagle3")  # the run's own engine

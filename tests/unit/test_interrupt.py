@@ -82,7 +82,7 @@ def test_a_second_signal_does_not_break_the_last_save(interrupt, first, second) 
         SimpleNamespace(save=save, wait=wait),
         SimpleNamespace(policy_version=4, draft_version=0),
     )
-    trainer.progress = Progress(checkpoints, 1, {}, {}, versions)  # pyrefly: ignore[bad-argument-type]
+    trainer.progress = Progress(checkpoints, 1, {}, {}, versions, None)  # pyrefly: ignore[bad-argument-type]
     trainer.progress.done = 4
     trainer.fit()
     assert saved == [4, "on disk"]

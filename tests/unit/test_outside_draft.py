@@ -97,6 +97,7 @@ LINE = DraftArchitecture(
     method="line_method",
     served_as=("LineModel",),
     layouts=("plain",),
+    layouts_with_embeddings=(),
     make_spec=lambda draft, policy: LineSpec(
         vocab_size=policy.vocab_size,
         draft_vocab_size=draft.vocab_size or policy.vocab_size,
@@ -108,7 +109,7 @@ LINE = DraftArchitecture(
     model=Line,
     objective=lambda draft, spec: NextButOne(draft.loss_rows),
     config_json=lambda spec, layout, verifier: {"architectures": ["LineModel"], **dataclasses.asdict(spec)},
-    spec_from_json=lambda config: LineSpec(
+    spec_from_json=lambda config, layers, where: LineSpec(
         aux_layers=tuple(config["aux_layers"]),
         **{n: config[n] for n in ("vocab_size", "draft_vocab_size", "dim", "max_len")},
     ),

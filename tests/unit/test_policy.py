@@ -340,7 +340,7 @@ def test_spec_reads_old_and_new_rope_keys(folder: Path, tmp_path: Path) -> None:
         ({"use_sliding_window": True}, "sliding_window"),
         ({"attention_bias": True}, "attention_bias"),
         ({"quantization_config": {}}, "quantization_config"),
-        ({"hidden_act": "gelu"}, "hidden_act = gelu"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE scaling 'yarn'"),
         ({"rope_parameters": LLAMA3_ROPE}, "RoPE scaling 'llama3'"),  # on Qwen3
         ({"hidden_size": None}, "'hidden_size' is missing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,8 @@ def export_draft(
 ) -> None:
     """Write `draft` as vLLM loads it, in one of its architecture's layouts. Collective.
 
-    The draft has no embedding: loaders take the policy's. Vocabulary maps are written where it is reduced.
+    The draft has no embedding: engines take the policy's. Layouts whose readers do not, get a copy of it.
+    Vocabulary maps are written where the vocabulary is reduced.
 
     Args:
         layout: "" stands for the architecture's first.
@@ -73,6 +75,9 @@ def export_draft(
 
     checked = _checked(arch.required_names(draft.spec), draft.hf_weights())
     weights = ((arch.renamed(name, layout), x) for name, x in checked)
+    if layout in arch.layouts_with_embeddings:
+        assert verifier is not None
+        weights = chain([("embed_tokens.weight", verifier.embeddings)], weights)
     _export(folder, weights, assets, mesh)
 
 

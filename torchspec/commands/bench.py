@@ -16,7 +16,7 @@ from torchspec.checkpoint.run_folder import git_commit, installed_versions
 from torchspec.checkpoint.writable import check_writable
 from torchspec.config.schema import Config, longest_draft
 from torchspec.data.problems import load_problems
-from torchspec.data.prompts import encode_prompts
+from torchspec.data.prompts import prompts_by_id
 from torchspec.data.tokenizer import load_tokenizer
 from torchspec.distributed.mesh import Mesh
 from torchspec.errors import ConfigError
@@ -98,10 +98,11 @@ def bench(
     spec = PolicySpec.from_hf(folder, config.model.max_len)
     check_engine(config, mesh.device.type, spec)
     tokenizer = load_tokenizer(folder, spec)
-    prompts = encode_prompts(tokenizer, problems, config.model.max_len - config.rollout.max_new_tokens)
+    longest = config.model.max_len - config.rollout.max_new_tokens
+    prompts = prompts_by_id(tokenizer, problems, longest, config.data.overlong)
     requests = [
-        Request(problem_id=p.id, prompt_tokens=tokens, samples=config.rollout.samples_per_problem)
-        for p, tokens in zip(problems, prompts)
+        Request(problem_id=key, prompt_tokens=tokens, samples=config.rollout.samples_per_problem)
+        for key, tokens in prompts.items()
     ]
     config = _with_drafter(config, "hybrid" if draft else "suffix")
     built = build_engine(

@@ -16,7 +16,7 @@ from torchspec.drafts import registry
 from torchspec.drafts.base import Verifier
 from torchspec.drafts.build import build_draft, draft_spec
 from torchspec.errors import ConfigError
-from torchspec.models.hf import refuse_existing
+from torchspec.models.hf import read_tensor, refuse_existing
 from torchspec.models.spec import PolicySpec, read_json
 
 
@@ -51,7 +51,9 @@ def export_run(config: Config, out: Path, layout: str) -> str:
     said = [f"step {saved.step} of {folder}", f"policy  {out / 'policy'}"]
     if draft:
         architecture = read_json(base / "config.json")["architectures"][0]
-        verifier = Verifier(str(out / "policy"), architecture, config.rollout.num_draft_tokens)
+        embeddings = read_tensor(out / "policy", "model.embed_tokens.weight")
+        assert embeddings is not None  # it has just been written
+        verifier = Verifier(str(out / "policy"), architecture, config.rollout.num_draft_tokens, embeddings)
         export_draft(draft, out / "draft", mesh, layout, verifier)
         said.append(f"draft   {out / 'draft'} ({layout} layout)")
     mesh.close()

@@ -8,10 +8,10 @@ from torchspec.build import base_folder
 from torchspec.checkpoint.writable import check_writable
 from torchspec.config.schema import Config, longest_draft
 from torchspec.data.problems import load_problems
-from torchspec.data.prompts import encode_prompts
+from torchspec.data.prompts import prompts_by_id
 from torchspec.data.tokenizer import load_tokenizer
 from torchspec.distributed.mesh import Mesh
-from torchspec.errors import ConfigError
+from torchspec.errors import ConfigError, GuardStop, RewardFailed
 from torchspec.models.spec import PolicySpec
 from torchspec.records import SpecStats
 from torchspec.rewards.scorer import build_scorer
@@ -45,7 +45,7 @@ def generate_file(config: Config, draft: Path | None, split: str, limit: int, ou
             f"--split {split}: there are no such problems; set data.eval_size, or --split train"
         )
     scorer = build_scorer(config.reward, config.data)
-    scorer.check_answers(problems)
+    problems = scorer.check_answers(problems)
     mesh = Mesh(config.parallel)
     if mesh.world_size > 1:
         raise ConfigError("rollout.py generate runs as one process; start it without torchrun")
@@ -54,7 +54,9 @@ def generate_file(config: Config, draft: Path | None, split: str, limit: int, ou
     check_engine(config, mesh.device.type, spec)
     tokenizer = load_tokenizer(folder, spec)
     settings = config.rollout
-    prompts = encode_prompts(tokenizer, problems, config.model.max_len - settings.max_new_tokens)
+    longest = config.model.max_len - settings.max_new_tokens
+    prompts = prompts_by_id(tokenizer, problems, longest, config.data.overlong)
+    problems = [problem for problem in problems if problem.id in prompts]
     engine = build_engine(
         config,
         policy_folder=folder,
@@ -64,14 +66,18 @@ def generate_file(config: Config, draft: Path | None, split: str, limit: int, ou
     )
     rollouts = engine.generate(
         [
-            Request(problem_id=p.id, prompt_tokens=tokens, samples=settings.samples_per_problem)
-            for p, tokens in zip(problems, prompts)
+            Request(problem_id=key, prompt_tokens=tokens, samples=settings.samples_per_problem)
+            for key, tokens in prompts.items()
         ],
         sampling_of(config),
     )
-    score(scorer, tokenizer, problems, rollouts)
-    write_rollouts(out, rollouts)
-    scorer.close()
+    try:
+        score(scorer, tokenizer, problems, rollouts)
+    except RewardFailed as error:
+        raise GuardStop(f"{error}; the rollouts, not all of them scored, are in {out}") from error
+    finally:
+        write_rollouts(out, rollouts)
+        scorer.close()
     seconds, tokens = engine.counters.seconds, engine.counters.tokens
     engine.close()
     mesh.close()

@@ -128,13 +128,19 @@ class Data:
     task_args: dict[str, Any] = field(default_factory=dict)
     """reasoning_gym: parameters of the task's generator."""
     path: str = ""
-    """jsonl, parquet, hf: the file or folder."""
+    """jsonl, parquet: a file, a folder of shards, or a glob; hf: the folder that save_to_disk wrote."""
     split: str = "train"
     """hf: the split, where the folder has several."""
     prompt_key: str = "prompt"
-    """Field with the question: a string, or a list of chat messages."""
+    """Field with the question: a string, or a list of chat messages. Nested fields are dotted: a.b."""
     answer_key: str = "answer"
     """Field with the reference answer."""
+    answer_pattern: str = ""
+    """Regular expression whose first group, at its last match, is the answer in that field; "": the whole field."""
+    unreadable: Literal["error", "skip"] = "error"
+    """Problems whose reference is missing, or the reward function cannot read: refuse them, or leave them out."""
+    overlong: Literal["error", "skip"] = "error"
+    """Problems whose prompt leaves no room for rollout.max_new_tokens: refuse them, or leave them out."""
     id_key: str = ""
     """Field with a stable problem id; "": the line's number."""
     system_prompt: str = ""
@@ -154,7 +160,13 @@ class Reward:
     answer_pattern: str = r"<answer>(.*?)</answer>"
     """Regular expression whose first group is the answer in a response; "": the whole response."""
     timeout_s: float = key(5.0, above=0)
-    """Longest time math_verify or reasoning_gym may take for one response; beyond it the response scores 0."""
+    """Longest time a function may take for one response. Beyond it the response scores 0 in math_verify and
+    reasoning_gym, and a function of yours has failed."""
+    max_failures: int = key(0, low=0)
+    """Failures of your functions in a step, on one rank, that only count as failure_score; one more stops the run.
+    A function fails that raises, takes too long, ends its process or returns no finite number."""
+    failure_score: float = 0.0
+    """Score of a response that your function failed for."""
 
 
 @dataclass(kw_only=True, slots=True)

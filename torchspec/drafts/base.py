@@ -229,11 +229,13 @@ class DraftModel(nn.Module, ABC):
 
 
 class Verifier(NamedTuple):
-    """The policy that a draft's checkpoint says it belongs to: where it is, its architecture, draft tokens."""
+    """The policy that a draft's checkpoint says it belongs to."""
 
     path: str
     architecture: str
     draft_tokens: int
+    embeddings: Tensor
+    """[V, E]: the policy's, for layouts that must have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +250,8 @@ class DraftArchitecture:
     """Values of `architectures` in config.json with which vLLM serves a checkpoint as this."""
     layouts: tuple[str, ...]
     """Forms in which its checkpoints are published; the first is that of exports."""
+    layouts_with_embeddings: tuple[str, ...]
+    """Those of them whose readers need the policy's embeddings in the file."""
     make_spec: Callable[[Draft, PolicySpec], Any]
     """The shape of a random draft for a policy; a ConfigError if there can be none."""
     check_spec: Callable[[Any, PolicySpec], None]
@@ -258,8 +262,9 @@ class DraftArchitecture:
     """What [draft] says about training a draft of this shape."""
     config_json: Callable[[Any, str, Verifier | None], dict[str, Any]]
     """config.json of a spec in a layout."""
-    spec_from_json: Callable[[dict[str, Any]], Any]
-    """The inverse, whatever the layout; a ConfigError if the shape is not supported."""
+    spec_from_json: Callable[[dict[str, Any], int, object], Any]
+    """The inverse, whatever the layout; a ConfigError if the shape is not supported. It gets config.json, the
+    number of the policy's layers and the file's name."""
     layout_of: Callable[[dict[str, Any]], str]
     """Which layout a config.json has."""
     renamed: Callable[[str, str], str]

@@ -13,7 +13,7 @@ from torchspec.distributed.mesh import Mesh
 from torchspec.drafts import registry
 from torchspec.drafts.base import FSDP_METHODS, DraftModel, DraftSpec
 from torchspec.drafts.trainer import DraftTrainer
-from torchspec.drafts.vocab import build_d2t, build_t2d
+from torchspec.drafts.vocab import build_d2t, build_t2d, check_maps
 from torchspec.errors import ConfigError
 from torchspec.models.hf import copy_full, read_tensor, read_tensors
 from torchspec.models.spec import PolicySpec, read_json
@@ -37,13 +37,17 @@ def draft_spec(config: Config, policy: PolicySpec) -> DraftSpec:
 
 def _checkpoint_spec(draft: Draft, policy: PolicySpec) -> DraftSpec:
     arch, path = registry.get(draft.arch), Path(draft.init) / "config.json"
-    spec = arch.spec_from_json(read_json(path, "draft.init"))
+    spec = arch.spec_from_json(read_json(path, "draft.init"), policy.layers, f"draft.init: {path}")
     for name in ("vocab_size", "dim"):
         theirs, ours = getattr(spec, name), getattr(policy, name)
         if theirs != ours:
             raise ConfigError(
                 f"draft.init: {path} has {name} {theirs}, the policy {ours}; the draft was made for another policy"
             )
+    if spec.draft_vocab_size > spec.vocab_size:
+        raise ConfigError(
+            f"draft.init: {path} has draft_vocab_size {spec.draft_vocab_size}, more than vocab_size {spec.vocab_size}"
+        )
     if spec.max_len < policy.max_len:
         raise ConfigError(
             f"draft.init: {path} has {spec.max_len} positions, model.max_len is {policy.max_len}; lower it"
@@ -120,13 +124,29 @@ def load_draft(draft: DraftModel, folder: Path) -> None:
         ConfigError: no weights, or a missing, unknown or mis-shaped tensor; nothing has been loaded then.
     """
     arch = registry.get(draft.spec.arch)
+    _check_maps(draft.spec, folder)
     own = {**dict(draft.named_parameters()), **dict(draft.named_buffers())}
     # t2d is d2t's inverse; checkpoints need not have it, and vLLM ignores it.
     t2d = own.pop("t2d", None)
     layout = arch.layout_of(read_json(folder / "config.json", "draft"))
     own = {arch.renamed(name, layout): x for name, x in own.items()}
     shapes = {name: x.shape for name, x in own.items()}
-    for name, tensor in read_tensors(folder, shapes, ignored=("t2d", "embed_tokens.weight")):
+    ignored = ("t2d", "embed_tokens.weight", *(() if "d2t" in own else ("d2t",)))
+    for name, tensor in read_tensors(folder, shapes, ignored):
         copy_full(own[name], tensor)
     if t2d is not None:
         t2d.copy_(build_t2d(own["d2t"], draft.spec.vocab_size))
+
+
+def _check_maps(spec: DraftSpec, folder: Path) -> None:
+    """Check the vocabulary maps of a checkpoint, before weights are read."""
+    d2t, t2d = read_tensor(folder, "d2t"), read_tensor(folder, "t2d")
+    if d2t is None:
+        return
+    if len(d2t) != spec.draft_vocab_size or (spec.draft_vocab_size == spec.vocab_size and d2t.any()):
+        raise ConfigError(
+            f"{folder}: d2t has {len(d2t)} entries, {'some' if d2t.any() else 'none'} of them not 0, and in "
+            f"config.json draft_vocab_size is {spec.draft_vocab_size} of {spec.vocab_size}; set draft_vocab_size "
+            f"to the number of tokens the draft was trained for"
+        )
+    check_maps(d2t, t2d, spec.vocab_size, folder)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchspec.errors import ConfigError
+from torchspec.models.vocabulary import check_ids
 
 
 def build_d2t(counts: Tensor, size: int, keep: Iterable[int] = ()) -> Tensor:
@@ -51,3 +52,33 @@ def build_t2d(d2t: Tensor, vocab_size: int) -> Tensor:
     t2d = torch.zeros(vocab_size, dtype=torch.bool, device=d2t.device)
     t2d[target_ids(d2t)] = True
     return t2d
+
+
+def check_maps(d2t: Tensor, t2d: Tensor | None, vocab_size: int, where: object) -> None:
+    """Check the vocabulary map of a checkpoint as indices, before it is used as such.
+
+    Args:
+        d2t: as in the file, with one entry per draft token.
+        t2d: as in the file, or None.
+        vocab_size: of the policy.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: an id outside of the policy's vocabulary, two draft ids for one token, or two maps that
+            disagree.
+    """
+    if d2t.is_floating_point() or d2t.dtype == torch.bool or d2t.dim() != 1:
+        raise ConfigError(f"{where}: d2t is {d2t.dtype} {list(d2t.shape)}; a list of integers is needed")
+    ids = target_ids(d2t.to(torch.int64))
+    remedy = "d2t[i] must be the policy's id of draft token i, less i"
+    check_ids(ids.tolist(), vocab_size, f"{where}: d2t", remedy)
+    if len(ids.unique()) != len(ids):
+        raise ConfigError(f"{where}: d2t leads to the same token from two draft ids; {remedy}")
+    if t2d is None:
+        return
+    if list(t2d.shape) != [vocab_size] or not torch.equal(
+        t2d.bool(), build_t2d(d2t.to(torch.int64), vocab_size)
+    ):
+        raise ConfigError(
+            f"{where}: t2d {list(t2d.shape)} does not mark just the tokens that d2t leads to; write both from one list"
+        )

@@ -75,3 +75,13 @@ def simulated_tau(values: dict[str, float]) -> float:
         alive *= overlap
         tau += alive
     raise AssertionError("unreachable")
+
+
+def derive_metrics(values: dict[str, float], train_draft: bool) -> None:
+    """Add the metrics that follow from others of the step."""
+    if train_draft:
+        values["draft/tau_simulated"] = simulated_tau(values)
+    trained = values["perf/train_policy_s"] + values["perf/train_draft_s"]
+    generated = values["perf/rollout_s"] + values.get("perf/restart_s", 0.0)
+    values["perf/rollout_tokens_per_s"] = values["rollout/tokens"] / generated
+    values["perf/train_tokens_per_s"] = values.pop("rollout/trained_tokens") / trained

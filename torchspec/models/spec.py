@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchspec.errors import ConfigError
+from torchspec.models.config_json import ConfigJson, Rope
 
 ARCHITECTURES: dict[str, Literal["qwen3", "llama3"]] = {
     "Qwen3ForCausalLM": "qwen3",
     "LlamaForCausalLM": "llama3",
 }
-LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,27 +57,32 @@ class PolicySpec:
             raise ConfigError(
                 f"{path}: architecture {names[0]} is not supported; supported: {', '.join(ARCHITECTURES)}"
             )
-        _refuse_variants(path, hf)
-        try:
-            positions = hf["max_position_embeddings"]
-            theta, scaling = _rope(path, hf)
-            spec = cls(
-                arch=ARCHITECTURES[names[0]],
-                vocab_size=hf["vocab_size"],
-                dim=hf["hidden_size"],
-                layers=hf["num_hidden_layers"],
-                heads=hf["num_attention_heads"],
-                kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-                head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-                ffn_dim=hf["intermediate_size"],
-                norm_eps=hf["rms_norm_eps"],
-                rope_theta=float(theta),
-                rope_scaling=scaling,
-                tied=hf.get("tie_word_embeddings", False),
-                max_len=max_len or positions,
+        config, arch = ConfigJson(path, hf), ARCHITECTURES[names[0]]
+        rope = _check_variants(config, arch)
+        heads, dim = config.integer("num_attention_heads"), config.integer("hidden_size")
+        positions = config.integer("max_position_embeddings", 32768 if arch == "qwen3" else 2048)
+        spec = cls(
+            arch=arch,
+            vocab_size=config.integer("vocab_size"),
+            dim=dim,
+            layers=config.integer("num_hidden_layers"),
+            heads=heads,
+            kv_heads=config.integer("num_key_value_heads", 32 if arch == "qwen3" else heads),
+            head_dim=config.integer(
+                "head_dim", 128 if arch == "qwen3" else dim // heads, quiet=arch == "llama3"
+            ),
+            ffn_dim=config.integer("intermediate_size"),
+            norm_eps=config.number("rms_norm_eps", 1e-6),
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
+            tied=config.flag("tie_word_embeddings", False),
+            max_len=max_len or positions,
+        )
+        config.finish()
+        if spec.heads % spec.kv_heads:
+            raise ConfigError(
+                f"{path}: {heads} attention heads are no multiple of {spec.kv_heads} key/value heads"
             )
-        except KeyError as error:
-            raise ConfigError(f"{path}: key {error} is missing; is this a full checkpoint folder?") from None
         if spec.max_len > positions:
             raise ConfigError(
                 f"model.max_len = {spec.max_len} is more than the {positions} positions of {folder} "
@@ -96,32 +101,19 @@ def read_json(path: Path, key: str = "model.source") -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
 
 
-def _refuse_variants(path: Path, hf: dict[str, Any]) -> None:
-    """Things a config may switch on that our model definitions do not compute."""
-    variants = {
-        "attention_bias": hf.get("attention_bias", False),
-        "mlp_bias": hf.get("mlp_bias", False),
-        "sliding_window": hf.get("use_sliding_window", hf.get("sliding_window") is not None),
-        "quantization_config": hf.get("quantization_config") is not None,
-    }
-    for name, active in variants.items():
-        if active:
-            raise ConfigError(
-                f"{path}: {name} is not supported; use a dense, unquantised model with full attention"
-            )
-    if (act := hf.get("hidden_act", "silu")) != "silu":
-        raise ConfigError(f"{path}: hidden_act = {act} is not supported; only silu is")
-
-
-def _rope(path: Path, hf: dict[str, Any]) -> tuple[float, dict[str, float] | None]:
-    """RoPE base and scaling; transformers 5 keeps both in rope_parameters, older files apart."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    theta = rope["rope_theta"] if "rope_theta" in rope else hf["rope_theta"]
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind == "llama3" and ARCHITECTURES[hf["architectures"][0]] == "llama3":
-        return theta, {name: rope[name] for name in LLAMA3_SCALING}
-    raise ConfigError(
-        f"{path}: RoPE scaling {kind!r} is not supported here; use no scaling, or llama3 with LlamaForCausalLM"
-    )
+def _check_variants(config: ConfigJson, arch: str) -> Rope:
+    """Refuse what a config may switch on that our model definitions do not compute; return its rotary embedding."""
+    config.full_attention()
+    config.only(model_type="llama" if arch == "llama3" else arch, hidden_act="silu")
+    config.only(attention_bias=False, mlp_bias=False)
+    for name in ("quantization_config", "compression_config"):
+        if name in config.values:
+            raise ConfigError(f"{config.where}: {name} is not supported; use an unquantised model")
+    rope = config.rope()
+    if rope.partial != 1:
+        config.refuse("partial_rotary_factor", "only whole heads are rotated in a policy")
+    if rope.scaling and arch != "llama3":
+        raise ConfigError(
+            f"{config.where}: RoPE scaling 'llama3' is not supported here; use no scaling, or LlamaForCausalLM"
+        )
+    return rope

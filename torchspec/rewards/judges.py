@@ -11,6 +11,7 @@ from torchspec.data.sources import reasoning_gym_task
 
 
 def math_judge() -> Callable[[str, str], float]:
+    """Return the judge of two LaTeX texts: 1 where the answer equals the reference, else 0."""
     from math_verify import parse, verify
 
     def judge(reference: str, answer: str) -> float:
@@ -18,6 +19,53 @@ def math_judge() -> Callable[[str, str], float]:
         return float(verify(gold, given, timeout_seconds=0))
 
     return judge
+
+
+def math_reader() -> Callable[[str], float]:
+    """Return the judge of a reference alone: 1 where it equals itself, and is mathematics or plain words."""
+    from math_verify import parse, verify
+
+    def judge(reference: str) -> float:
+        gold = parse(reference, parsing_timeout=0)
+        words = re.sub(r"\\(?:text|mbox|mathrm|textbf)\{([^{}]*)\}|\$", r"\1", reference)
+        read = any(not isinstance(part, str) for part in gold) or _WORDS.fullmatch(words)
+        return float(bool(read) and verify(gold, gold, timeout_seconds=0))
+
+    return judge
+
+
+_WORDS = re.compile(r"(?=.*\w)[\w\s.,;:'()/-]+")
+_WHOLE = (  # delimiters around a whole expression
+    re.compile(r"\$\$(.*)\$\$", re.DOTALL),
+    re.compile(r"\$([^$]*)\$"),
+    re.compile(r"\\\[(.*)\\\]", re.DOTALL),
+    re.compile(r"\\\((.*)\\\)", re.DOTALL),
+)
+_THOUSANDS = re.compile(r"(?<=\d)(?:,\\!|\\!,|\{,\}|\\[,;:! ]|~)(?=\d{3}(?!\d))")
+
+
+def without_currency(text: str) -> str:
+    r"""Return `text` without the signs `\$` and `{\$}` of an amount in dollars, which math-verify does not read."""
+    return text.replace(r"{\$}", "").replace(r"\$", "")
+
+
+def as_latex(expression: str) -> str:
+    r"""Return a bare expression between dollar signs, as math-verify reads it.
+
+    Remove the delimiters it has, the signs of dollars, and what separates thousands: `\[\$32,\!348\]` becomes
+    `$32348$`. Text around formulas, `it is $5$ or so`, stays as it is.
+    """
+    text = without_currency(expression.strip())
+    before = None
+    while text != before:
+        before = text
+        for pattern in _WHOLE:
+            if found := pattern.fullmatch(text):
+                text = found.group(1).strip()
+    text = _THOUSANDS.sub("", text)
+    if text.count("$") == 1:  # no delimiter, but a sign of dollars
+        text = text.replace("$", "")
+    return text if "$" in text else f"${text}$"
 
 
 def reasoning_gym_judge(task: str, task_args: dict[str, Any]) -> Callable[[dict[str, Any], str], float]:

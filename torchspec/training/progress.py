@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchspec.checkpoint.checkpoint import Checkpoints, Component, Saved, restore
+from torchspec.checkpoint.lock import RunLock
 from torchspec.distributed.mesh import Mesh
 from torchspec.training.optim import ModelOptimizer
 from torchspec.training.refit import ServedWeights
@@ -17,6 +18,7 @@ class Progress:
     Args:
         every: save after every n-th step; 0: never.
         components: the objects besides the models that a checkpoint holds, by name.
+        lock: the ownership of the run's folder, looked at before anything is written; None on other ranks.
     """
 
     def __init__(
@@ -26,9 +28,11 @@ class Progress:
         optimizers: Mapping[str, ModelOptimizer],
         components: Mapping[str, Component],
         weights: ServedWeights,
+        lock: RunLock | None,
     ) -> None:
         self._checkpoints, self._every = checkpoints, every
         self._optimizers, self._components, self._weights = optimizers, components, weights
+        self._lock = lock
         self.done = self.saved = 0
         self.scores: dict[str, float | None] = {}
         """By which checkpoint.best chooses: reward and tau of the last step."""
@@ -52,6 +56,8 @@ class Progress:
         """Save the last step, and wait until all checkpoints are on disk."""
         self._save(self._states())
         self._checkpoints.wait()
+        if self._lock:  # exports are replaced next
+            self._lock.check()
 
     def stop(self) -> None:
         """Save the steps that are done without the dropped one, whose problems come again; wait for the disk."""
@@ -67,8 +73,10 @@ class Progress:
         self._weights.send()
 
     def close(self) -> None:
-        """End the thread that writes checkpoints."""
+        """End the thread that writes checkpoints, and give up the run's folder."""
         self._checkpoints.close()
+        if self._lock:
+            self._lock.release()
 
     def _states(self) -> dict[str, Any]:
         return {name: component.state_dict() for name, component in self._components.items()}
@@ -76,6 +84,8 @@ class Progress:
     def _save(self, states: dict[str, Any]) -> None:
         """Save the steps done, unless they are saved; `states` are the components' after them."""
         if self._every and self.done > self.saved:
+            if self._lock:
+                self._lock.check()
             facts = {
                 "step": self.done,
                 "policy_version": self._weights.policy_version,

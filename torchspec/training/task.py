@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from typing import TYPE_CHECKING
+
+import torch
 
 from torchspec.config.schema import Config
 from torchspec.data.problems import load_problems
-from torchspec.data.prompts import encode_prompts
+from torchspec.data.prompts import prompts_by_id
+from torchspec.distributed.interrupt import Interrupt
+from torchspec.distributed.mesh import Mesh
+from torchspec.errors import RewardFailed
 from torchspec.records import Problem, Rollout
 from torchspec.rewards.scorer import build_scorer
 from torchspec.rewards.scoring import score
@@ -29,33 +35,54 @@ class Task:
     def __init__(self, config: Config) -> None:
         self.problems, self.held_out = load_problems(config.data)
         self._scorer = build_scorer(config.reward, config.data)
-        self._scorer.check_answers([*self.problems, *self.held_out])
+        readable = self._scorer.check_answers([*self.problems, *self.held_out])
+        self._overlong = config.data.overlong
+        self._keep({problem.id for problem in readable})
 
     def tokenize(self, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
-        """Encode all prompts; none may have more than `longest` tokens.
+        """Encode all prompts; one of more than `longest` tokens is refused or left out, as data.overlong says.
 
         Raises:
-            ConfigError: a prompt is longer.
+            ConfigError: prompts are longer.
         """
         self.tokenizer = tokenizer
-        known = [*self.problems, *self.held_out]
-        self._prompts = {p.id: t for p, t in zip(known, encode_prompts(tokenizer, known, longest))}
+        self.prompts = prompts_by_id(tokenizer, [*self.problems, *self.held_out], longest, self._overlong)
+        self._keep(self.prompts)
+
+    def _keep(self, ids: Container[str]) -> None:
+        self.problems = [problem for problem in self.problems if problem.id in ids]
+        self.held_out = [problem for problem in self.held_out if problem.id in ids]
 
     def token_counts(self) -> Counter[int]:
         """Return how often each token occurs in the prompts and in the answers that are trained on."""
-        counts = Counter(token for prompt in self._prompts.values() for token in prompt)
+        counts = Counter(token for prompt in self.prompts.values() for token in prompt)
         for problem in self.problems:
             counts.update(self.tokenizer.encode(problem.answer or "", add_special_tokens=False))
         return counts
 
     def requests(self, problems: list[Problem], samples: int) -> list[Request]:
         """Return one request per problem for `samples` answers each."""
-        prompts = self._prompts
+        prompts = self.prompts
         return [Request(problem_id=p.id, prompt_tokens=prompts[p.id], samples=samples) for p in problems]
 
-    def score(self, problems: list[Problem], rollouts: list[Rollout]) -> None:
-        """Fill `text`, `reward` and `reward_parts` of the problems' rollouts."""
-        score(self._scorer, self.tokenizer, problems, rollouts)
+    def score(
+        self, problems: list[Problem], rollouts: list[Rollout], mesh: Mesh, interrupt: Interrupt
+    ) -> None:
+        """Fill `text`, `reward` and `reward_parts` of the problems' rollouts. Collective.
+
+        Raises:
+            RewardFailed: on every rank, if a user's function failed on any.
+            Stopped: there was a signal.
+        """
+        failed = None
+        with interrupt.abandonable(), interrupt.user_code():
+            try:
+                score(self._scorer, self.tokenizer, problems, rollouts)
+            except RewardFailed as error:
+                failed = error
+        interrupt.check()
+        if mesh.max_over_world(torch.tensor([float(failed is not None)])).item():
+            raise failed or RewardFailed("a reward function failed on another rank")
 
     def take_failures(self) -> int:
         """Return how many rewards could not be computed since the last call."""

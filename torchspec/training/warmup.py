@@ -7,12 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchspec.checkpoint.cache import cache_folder, contents, fingerprint, remove_folder
+from torchspec.checkpoint.cache import (
+    cache_folder,
+    contents,
+    fingerprint,
+    private_name,
+    publish,
+    remove_folder,
+)
 from torchspec.checkpoint.export import export_draft, export_policy
 from torchspec.checkpoint.run_folder import all_ranks_see
 from torchspec.config.schema import Config
 from torchspec.data.prompts import encode_prompt
 from torchspec.data.sampler import ProblemOrder
+from torchspec.data.sources import data_files
 from torchspec.distributed.mesh import Mesh
 from torchspec.drafts.build import load_draft
 from torchspec.errors import ConfigError
@@ -60,6 +68,7 @@ def warm_up(
     policy, draft = cached / "policy", cached / "draft"
     model = learner.draft.model if learner.draft else None
     if not config.warmup.steps:
+        draft = cached.with_name(f"draft-{config.run.name}")  # this run's own, as its lock is
         if model:
             remove_folder(draft, mesh)
             export_draft(model, draft, mesh)
@@ -70,11 +79,15 @@ def warm_up(
         if model:
             load_draft(model, draft)
         return policy, draft if model else None
-    remove_folder(cached, mesh)  # what an interrupted warm-up left
     train(config, mesh, learner, task.problems, task.tokenizer, say)
+    private = private_name(cached, mesh)
     if model:
-        export_draft(model, draft, mesh)
-    export_policy(learner.policy, policy, base, mesh)  # last: its presence says that all is there
+        export_draft(model, private / "draft", mesh)
+    export_policy(learner.policy, private / "policy", base, mesh)
+    if not publish(
+        private, cached, mesh
+    ):  # another run with this warm-up was faster: both start from the same
+        return warm_up(config, mesh, learner, task, base, say)
     return policy, draft if model else None
 
 
@@ -82,7 +95,8 @@ def _key(config: Config, base: Path) -> str:
     """Return the main rank's key in the cache: on other nodes the same files have other times."""
     # An option of the draft that no warm-up reads must not start another warm-up.
     options = dataclasses.replace(config.draft, train_every=1)
-    files = contents(base, config.data.path, config.draft.init)
+    problem_files = data_files(config.data) if config.data.path else []
+    files = contents(base, *problem_files, config.draft.init)
     return fingerprint(config.model, options, config.data, config.warmup, config.run.seed, files)
 
 

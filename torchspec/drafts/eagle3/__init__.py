@@ -9,13 +9,9 @@ from torchspec.drafts.eagle3.spec import Eagle3Spec, check_spec, make_spec
 EAGLE3 = DraftArchitecture(
     name=Eagle3Spec.arch,
     method="eagle3",
-    served_as=(
-        "LlamaForCausalLMEagle3",
-        "Eagle3LlamaForCausalLM",
-        "Eagle3DraftModel",  # the speculators layout; so is the next
-        "Eagle3Speculator",
-    ),
+    served_as=checkpoint.SERVED_AS,
     layouts=checkpoint.LAYOUTS,
+    layouts_with_embeddings=("speculators",),  # that library fills what is missing with uninitialised memory
     make_spec=make_spec,
     check_spec=check_spec,
     model=Eagle3,

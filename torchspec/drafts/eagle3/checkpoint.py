@@ -9,10 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from torchspec.drafts.base import Verifier
-from torchspec.drafts.eagle3.spec import Eagle3Spec
+from torchspec.drafts.eagle3.spec import NORM_OUTPUT, Eagle3Spec
 from torchspec.errors import ConfigError
+from torchspec.models.config_json import ConfigJson
 
 LAYOUTS = ("eagle3", "speculators")
+SERVED_AS = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3DraftModel",  # the speculators layout; so is the next
+    "Eagle3Speculator",
+)
+"""Values of `architectures` with which vLLM serves a checkpoint as this."""
 SPECULATORS_VERSION = "0.9.0"
 """Of the schema written here."""
 
@@ -20,11 +28,14 @@ SPECULATORS_VERSION = "0.9.0"
 def config_json(spec: Eagle3Spec, layout: str, verifier: Verifier | None = None) -> dict[str, Any]:
     """config.json of a draft; speculators needs the verifier."""
     flat = spec.hf_config()
+    if spec.norm_output and verifier is not None:  # for others to read, not for this run's own engine
+        ConfigJson("draft export", {}).say_once(f"norm_output = true {NORM_OUTPUT}")
     if layout == "eagle3":
         return flat
     assert verifier is not None
     own = ("draft_vocab_size", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")
-    layer = {key: x for key, x in flat.items() if key not in (*own, "architectures", "eagle_config")}
+    apart = (*own, "architectures", "eagle_config", "norm_before_residual")
+    layer = {key: x for key, x in flat.items() if key not in apart}
     method = {"proposal_type": "greedy", "speculative_tokens": verifier.draft_tokens}
     return {
         "architectures": ["Eagle3DraftModel"],
@@ -38,7 +49,7 @@ def config_json(spec: Eagle3Spec, layout: str, verifier: Verifier | None = None)
         },
         "transformer_layer_config": layer,
         **{key: flat[key] for key in own},
-        "norm_before_residual": False,  # vLLM takes a missing one for true
+        "norm_before_residual": spec.norm_before_residual,  # vLLM takes a missing one for true
         "norm_before_fc": False,
         "target_hidden_size": None,
         "embed_requires_grad": False,
@@ -60,23 +71,45 @@ def layout_of(config: dict[str, Any]) -> str:
     return "speculators"
 
 
-def spec_from_json(config: dict[str, Any]) -> Eagle3Spec:
+def spec_from_json(
+    config: dict[str, Any], layers: int | None = None, where: object = "draft config.json"
+) -> Eagle3Spec:
     """The inverse of `config_json`, for any checkpoint of either layout that `Eagle3Spec` can express.
 
     Raises:
         ConfigError: a key is missing, or asks for a variant that is not implemented.
     """
+    _check_architecture(config, where)
     if layout_of(config) == "speculators":
         layer = config.get("transformer_layer_config")
         if not isinstance(layer, dict):
-            raise ConfigError(
-                "draft config.json: transformer_layer_config is missing; is it a whole checkpoint?"
-            )
-        # What is missing counts as vLLM counts it.
-        config = {"norm_before_residual": True, **layer, **config}
-        if config.get("target_hidden_size") is None:
-            config.pop("target_hidden_size", None)
-    return Eagle3Spec.from_hf_config(config)
+            raise ConfigError(f"{where}: transformer_layer_config is missing; is it a whole checkpoint?")
+        own = {key: x for key, x in config.items() if key not in _SPECULATORS}
+        # What is missing counts as vLLM counts it. Its layers may be of another vocabulary type: own keys win.
+        layer = {key: x for key, x in layer.items() if key != "architectures"}
+        config = {"norm_before_residual": True, **layer, **own}
+    return Eagle3Spec.from_hf_config(config, layers, where)
+
+
+_SPECULATORS = frozenset(
+    {
+        "speculators_model_type",
+        "speculators_version",
+        "speculators_config",
+        "transformer_layer_config",
+        "model_type",
+    }
+)
+"""Keys of that library which describe a file, not a model."""
+
+
+def _check_architecture(config: dict[str, Any], where: object) -> None:
+    """The EAGLE-3 authors wrote LlamaForCausalLM, as vLLM reads it too; others may have no such key."""
+    names = config.get("architectures") or ["LlamaForCausalLM"]
+    if names[0] not in (*SERVED_AS, "LlamaForCausalLM"):
+        raise ConfigError(
+            f"{where}: architecture {names[0]} is not supported; supported: {', '.join(SERVED_AS)}"
+        )
 
 
 def required_names(spec: Eagle3Spec) -> set[str]:

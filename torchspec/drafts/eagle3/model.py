@@ -13,6 +13,8 @@ Sources: arXiv 2503.01840 (EAGLE-3, training-time test), arXiv 2609.07108 (branc
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,19 +24,33 @@ from torchspec.drafts.base import DraftLosses, DraftModel, Opened, Pack
 from torchspec.drafts.eagle3.blocks import Block
 from torchspec.drafts.eagle3.spec import Eagle3Spec
 from torchspec.drafts.loss import soft_cross_entropy
+from torchspec.models.config_json import LLAMA3_SCALING
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, spec: Eagle3Spec) -> Tensor:
     """Rotary embedding in half-split ("neox") order. x [T, heads, D], positions int64 [T].
 
     Angles are computed from the integers, in fp32 (fp64 for fp64), at any position: no table, no cap.
     """
-    acc = torch.promote_types(x.dtype, torch.float32)
-    exponents = torch.arange(0, x.shape[-1], 2, device=x.device, dtype=acc) / x.shape[-1]
-    angles = positions[:, None, None].to(acc) / theta**exponents  # [T, 1, D / 2]
+    acc, size = torch.promote_types(x.dtype, torch.float32), spec.rotary_dim
+    exponents = torch.arange(0, size, 2, device=x.device, dtype=acc) / size
+    if spec.rope_scaling is None:
+        angles = positions[:, None, None].to(acc) / spec.rope_theta**exponents  # [T, 1, size / 2]
+    else:
+        angles = positions[:, None, None].to(acc) * _scaled(spec.rope_theta**-exponents, spec.rope_scaling)
     cos, sin = angles.cos(), angles.sin()
-    first, second = x.to(acc).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    first, second = x[..., :size].to(acc).chunk(2, dim=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*turned, x[..., size:].to(acc)], dim=-1).to(x.dtype)
+
+
+def _scaled(speeds: Tensor, scaling: dict[str, float]) -> Tensor:
+    """Llama 3.1's scaling: fast angles stay, slow ones are divided by the factor, those between are mixed."""
+    factor, low, high, length = (scaling[name] for name in LLAMA3_SCALING)
+    share = (length * speeds / (2 * math.pi) - low) / (high - low) if high != low else speeds.new_zeros(())
+    turns = length * speeds / (2 * math.pi)  # within the length the model was first trained at
+    mixed = (1 - share) * speeds / factor + share * speeds
+    return torch.where(turns > high, speeds, torch.where(turns < low, speeds / factor, mixed))
 
 
 KeyValue = tuple[Tensor, Tensor]
@@ -44,7 +60,7 @@ KeyValue = tuple[Tensor, Tensor]
 class Attention(nn.Module):
     def __init__(self, spec: Eagle3Spec) -> None:
         super().__init__()
-        self.head_dim, self.rope_theta = spec.head_dim, spec.rope_theta
+        self.spec = spec
         self.q_proj = nn.Linear(2 * spec.dim, spec.heads * spec.head_dim, bias=False)
         self.k_proj = nn.Linear(2 * spec.dim, spec.kv_heads * spec.head_dim, bias=False)
         self.v_proj = nn.Linear(2 * spec.dim, spec.kv_heads * spec.head_dim, bias=False)
@@ -52,15 +68,15 @@ class Attention(nn.Module):
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [N, 2E] -> [N, H, D], rotated."""
-        return rotate(self._heads(self.q_proj, x), positions, self.rope_theta)
+        return rotate(self._heads(self.q_proj, x), positions, self.spec)
 
     def keys(self, x: Tensor, positions: Tensor) -> KeyValue:
         """x [N, 2E] -> what these rows add to the cache."""
-        k = rotate(self._heads(self.k_proj, x), positions, self.rope_theta)
+        k = rotate(self._heads(self.k_proj, x), positions, self.spec)
         return k, self._heads(self.v_proj, x)
 
     def _heads(self, project: nn.Linear, x: Tensor) -> Tensor:
-        return project(x).unflatten(-1, (-1, self.head_dim))
+        return project(x).unflatten(-1, (-1, self.spec.head_dim))
 
 
 class FeedForward(nn.Module):
@@ -77,6 +93,7 @@ class FeedForward(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, spec: Eagle3Spec) -> None:
         super().__init__()
+        self.norm_before_residual = spec.norm_before_residual
         self.input_layernorm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
         self.hidden_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
         self.self_attn = Attention(spec)
@@ -88,7 +105,9 @@ class DecoderLayer(nn.Module):
         return torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
 
     def outputs(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """hidden [N, E], before its norm, starts the residual stream; attended [N, H, D] -> [N, E]."""
+        """hidden [N, E] starts the residual stream, normed or not; attended [N, H, D] -> [N, E]."""
+        if self.norm_before_residual:
+            hidden = self.hidden_norm(hidden)
         hidden = hidden + self.self_attn.o_proj(attended.flatten(1))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 

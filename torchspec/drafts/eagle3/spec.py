@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torchspec.config.schema import Draft
 from torchspec.errors import ConfigError
+from torchspec.models.config_json import ConfigJson
 from torchspec.models.spec import PolicySpec
 
 
@@ -48,9 +49,19 @@ class Eagle3Spec:
     norm_eps: float
     rope_theta: float
     max_len: int
-    aux_layers: tuple[int, int, int]
+    aux_layers: tuple[int, ...]
     fc_norm: bool
     norm_output: bool
+    norm_before_residual: bool = False
+    """The residual stream starts after `hidden_norm`, as in drafts of the speculators library."""
+    rope_scaling: dict[str, float] | None = None
+    """Llama 3.1's four numbers under their Hugging Face names."""
+    partial_rotary_factor: float = 1.0
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many of a head's elements are rotated: the first."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def trunk_width(self) -> int:
@@ -73,66 +84,119 @@ class Eagle3Spec:
             "hidden_act": "silu",
             "rms_norm_eps": self.norm_eps,
             "rope_theta": self.rope_theta,
+            **self._rope_variants(),
             "max_position_embeddings": self.max_len,
             "tie_word_embeddings": False,
             _IDS: list(self.aux_layers),  # vLLM looks here first, SGLang only below
             "eagle_config": {"use_aux_hidden_state": True, _IDS: output_layer_ids(self.aux_layers)},
             "fc_norm": self.fc_norm,
             "norm_output": self.norm_output,
+            **({"norm_before_residual": True} if self.norm_before_residual else {}),
         }
 
+    def _rope_variants(self) -> dict[str, Any]:
+        """Both spellings: transformers reads rope_scaling and rope_theta into rope_parameters."""
+        found: dict[str, Any] = {}
+        if self.rope_scaling:
+            found["rope_scaling"] = {"rope_type": "llama3", **self.rope_scaling}
+        if self.partial_rotary_factor != 1:
+            found["partial_rotary_factor"] = self.partial_rotary_factor
+        return found
+
     @classmethod
-    def from_hf_config(cls, config: dict[str, Any]) -> Eagle3Spec:
+    def from_hf_config(
+        cls, config: dict[str, Any], layers: int | None = None, where: object = "draft config.json"
+    ) -> Eagle3Spec:
         """The inverse of `hf_config`, for any EAGLE-3 config.json whose model this class can express.
 
+        Args:
+            config: a flat config.json, as the EAGLE-3 authors, SGLang, ModelOpt and vLLM have it.
+            layers: of the policy, for the default taps; None: the file must have them.
+            where: the file, for messages.
+
         Raises:
-            ConfigError: a key is missing, or asks for a variant that is not implemented.
+            ConfigError: a key is missing, of a wrong type, not known, or asks for a variant that is not
+                implemented.
         """
-        nested = dict(config.get("eagle_config") or {})
-        if _IDS in nested:
-            nested[_IDS] = entering_layer_ids(nested[_IDS])
-        config = {**nested, **config}
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type") or rope.get("type") or "default"
-        try:
-            only = {**_ONLY_SUPPORTED, "target_hidden_size": config["hidden_size"]}
-            for key, found in {**config, "rope_type": rope_type}.items():
-                if key in only and found != only[key]:
-                    raise ConfigError(
-                        f"draft config.json: {key} = {found!r}; only {only[key]!r} is supported"
-                    )
-            return cls(
-                vocab_size=config["vocab_size"],
-                draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
-                dim=config["hidden_size"],
-                heads=config["num_attention_heads"],
-                kv_heads=config["num_key_value_heads"],
-                head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-                ffn_dim=config["intermediate_size"],
-                norm_eps=config["rms_norm_eps"],
-                rope_theta=float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]),
-                max_len=config["max_position_embeddings"],
-                aux_layers=tuple(config[_IDS]),
-                fc_norm=config.get("fc_norm", False),
-                norm_output=config.get("norm_output", False),
-            )
-        except KeyError as error:
-            raise ConfigError(
-                f"draft config.json: {error.args[0]} is missing; add it if this is an EAGLE-3 checkpoint"
-            ) from None
+        file = ConfigJson(where, config)
+        _check_variants(file)
+        rope, nested = file.rope(), ConfigJson(f"{where}: eagle_config", file.section("eagle_config"))
+        nested.only(use_aux_hidden_state=True, norm_before_fc=False, **_MODEL_OPT)
+        outputs = nested.integers(_IDS)
+        aux = file.integers(_IDS) or entering_layer_ids(outputs)
+        nested.finish()
+        if not aux:
+            if layers is None:
+                raise ConfigError(f"{where}: key {_IDS!r} is missing")
+            aux = default_layers(layers)
+            file.say_once(f"{_IDS} is absent; layers {', '.join(map(str, aux))} are tapped, as vLLM does")
+        vocab_size, dim = file.integer("vocab_size"), file.integer("hidden_size")
+        heads = file.integer("num_attention_heads")
+        file.only(target_hidden_size=dim, num_aux_hidden_states=len(aux))
+        spec = cls(
+            vocab_size=vocab_size,
+            draft_vocab_size=file.integer("draft_vocab_size", vocab_size, quiet=True),
+            dim=dim,
+            heads=heads,
+            kv_heads=file.integer("num_key_value_heads", heads),
+            head_dim=file.integer("head_dim", dim // heads, quiet=True),
+            ffn_dim=file.integer("intermediate_size"),
+            norm_eps=file.number("rms_norm_eps", 1e-6),
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
+            partial_rotary_factor=rope.partial,
+            max_len=file.integer("max_position_embeddings", 2048),
+            aux_layers=tuple(aux),
+            fc_norm=file.flag("fc_norm", False),
+            norm_output=file.flag("norm_output", False),
+            norm_before_residual=file.flag("norm_before_residual", False),
+        )
+        if spec.norm_output:
+            file.say_once(f"norm_output = true {NORM_OUTPUT}")
+        file.finish(_HARMLESS)
+        _check_shape(spec, where)
+        return spec
 
 
-_ONLY_SUPPORTED: dict[str, Any] = {
-    "model_type": "llama",
+NORM_OUTPUT = (
+    "means that the normed hidden state goes on to the next pass, as in vLLM and in EAGLE-3.1; "
+    "SpecForge has another meaning for this key"
+)
+_MODEL_OPT: dict[str, Any] = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
     "num_hidden_layers": 1,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "norm_before_residual": False,
-    "norm_before_fc": False,
-    "logit_scale": 1.0,
-    "use_aux_hidden_state": True,
-    "rope_type": "default",
+    "has_lm_head": True,
 }
+"""What ModelOpt writes into eagle_config, with the values of the model that vLLM serves."""
+_HARMLESS = frozenset({"tie_word_embeddings", "embed_requires_grad", "target_model_type"})
+"""Whether embeddings and head are shared is decided by the weights that are there."""
+
+
+def _check_variants(file: ConfigJson) -> None:
+    """Refuse what a config.json may switch on that `Eagle3` does not compute."""
+    file.full_attention()
+    file.only(
+        model_type="llama", num_hidden_layers=1, hidden_act="silu", attention_bias=False, mlp_bias=False
+    )
+    file.only(norm_before_fc=False, logit_scale=1.0, use_aux_hidden_state=True)
+    if "quantization_config" in file.values:
+        raise ConfigError(f"{file.where}: quantization_config is not supported; use an unquantised draft")
+
+
+def _check_shape(spec: Eagle3Spec, where: object) -> None:
+    if spec.heads % spec.kv_heads:
+        raise ConfigError(
+            f"{where}: {spec.heads} attention heads are no multiple of {spec.kv_heads} key/value heads"
+        )
+    if spec.rotary_dim % 2 or not 0 < spec.rotary_dim <= spec.head_dim:
+        raise ConfigError(
+            f"{where}: partial_rotary_factor {spec.partial_rotary_factor} of a head of {spec.head_dim} is not an "
+            f"even number of elements"
+        )
 
 
 def make_spec(settings: Draft, policy: PolicySpec) -> Eagle3Spec:
@@ -163,7 +227,7 @@ def make_spec(settings: Draft, policy: PolicySpec) -> Eagle3Spec:
 
 def check_spec(spec: Eagle3Spec, policy: PolicySpec) -> None:
     """Raise a ConfigError if a draft taps layers that the policy does not have."""
-    _checked_layers(spec.aux_layers, policy.layers)
+    _checked_layers(spec.aux_layers, policy.layers, _IDS)
 
 
 def default_layers(layers: int) -> tuple[int, int, int]:
@@ -171,10 +235,10 @@ def default_layers(layers: int) -> tuple[int, int, int]:
     return 2, layers // 2, layers - 3
 
 
-def _checked_layers(ids: Sequence[int], layers: int) -> tuple[int, int, int]:
+def _checked_layers(ids: Sequence[int], layers: int, name: str = "draft.aux_layers") -> tuple[int, int, int]:
     if len(ids) != 3 or not 0 <= ids[0] < ids[1] < ids[2] <= layers:
         raise ConfigError(
-            f"draft.aux_layers = {list(ids)} must be three ascending ids from 0 to {layers}, the "
+            f"{name} = {list(ids)} must be three ascending ids from 0 to {layers}, the "
             f"number of layers; the default 2, L//2, L-3 needs a policy of at least 7"
         )
     return ids[0], ids[1], ids[2]
