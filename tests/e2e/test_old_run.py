@@ -15,7 +15,7 @@ import pytest
 import tomli_w
 
 from torchspec.config.old_names import KEYS, translate
-from torchspec.metrics.meter import read_metrics
+from torchspec.metrics.writer import read_metrics
 
 ROOT = Path(__file__).parents[2]
 OLD = ROOT / "tests" / "data" / "old_run"
