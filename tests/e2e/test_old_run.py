@@ -37,7 +37,7 @@ assert stored.keys() == held.keys(), stored.keys() ^ held.keys()
 for name, tensor in stored.items():
     assert torch.equal(tensor, getattr(held[name], "full_tensor", lambda: held[name])()), name
 assert any(x.any() for name, x in stored.items() if ".adam." in name)
-print("restored", len(stored), "at step", trainer.done, "window", trainer.engine.drain_stats().window_bytes)
+print("restored", len(stored), "at step", trainer.progress.done, "window", trainer.engine.drain_stats().window_bytes)
 trainer.fit()
 trainer.close()
 """
