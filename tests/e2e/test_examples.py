@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchspec.metrics.meter import read_metrics
+from torchspec.metrics.writer import read_metrics
 
 ROOT = Path(__file__).parents[2]
 
