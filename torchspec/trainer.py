@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from torchspec import build
-from torchspec.checkpoint.checkpoint import Checkpoints, Saved, newest, reseed
+from torchspec.checkpoint.checkpoint import Checkpoints, Saved, newest
 from torchspec.checkpoint.lock import own_run
 from torchspec.checkpoint.run_folder import create_run_folder, dependencies, find_run, note_resumption
 from torchspec.config.schema import Config
@@ -28,6 +28,7 @@ from torchspec.rollout.engine import sampling_of
 from torchspec.rollout.files import write_rollouts
 from torchspec.rollout.fleet import Fleet
 from torchspec.rollout.registry import build_engine, check_engine
+from torchspec.rollout.seeding import reseed
 from torchspec.speculation.lengths import LengthStats
 from torchspec.training import warmup
 from torchspec.training.evaluate import Evaluation

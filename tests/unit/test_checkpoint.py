@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchspec.checkpoint.checkpoint import Checkpoints, Saved, damage, newest, reseed, restore, tensors_of
+from torchspec.checkpoint.checkpoint import Checkpoints, Saved, damage, newest, restore, tensors_of
 from torchspec.config.schema import Checkpoint, Optim, Parallel
 from torchspec.distributed.mesh import Mesh
 from torchspec.errors import ConfigError, GuardStop
+from torchspec.rollout.seeding import reseed
 from torchspec.training.optim import ModelOptimizer
 
 LRS = {"policy": 1e-3, "draft": 5e-2}

@@ -267,12 +267,12 @@ def test_equals_dense_in_what_other_tools_train(variant):
     assert_equals_dense(dataclasses.replace(SPEC, **variant), passes=4)
 
 
-def drop_a_diagonal(q, trunk, branch_k, branch_v, cu, **place):
-    return TRUNK_ATTENTION(q, trunk, branch_k[1:], branch_v[1:], cu, **place)
+def drop_a_diagonal(q, trunk, branch_k, branch_v, cu, *place):
+    return TRUNK_ATTENTION(q, trunk, branch_k[1:], branch_v[1:], cu, *place)
 
 
-def ignore_documents(q, trunk, branch_k, branch_v, cu, **place):
-    return TRUNK_ATTENTION(q, trunk, branch_k, branch_v, cu[[0, -1]], **place)
+def ignore_documents(q, trunk, branch_k, branch_v, cu, *place):
+    return TRUNK_ATTENTION(q, trunk, branch_k, branch_v, cu[[0, -1]], *place)
 
 
 def rope_without_the_pass(x, positions, theta):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchspec.data.problems import check_tokenizer
+from torchspec.data.prompts import check_tokenizer
 from torchspec.drafts.vocab import build_d2t, build_t2d, target_ids
 from torchspec.errors import ConfigError
 from torchspec.models.vocabulary import check_ids

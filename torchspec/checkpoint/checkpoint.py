@@ -18,16 +18,13 @@ import hashlib
 import json
 import logging
 import os
-import random
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
@@ -321,15 +318,6 @@ def _weights(name: str, model: nn.Module) -> dict[str, Tensor]:
     buffers = {k: x for k, x in model.named_buffers() if k in saved}
     tensors = {**dict(model.named_parameters()), **buffers}  # a shared tensor once
     return {f"{name}.model.{k}": x.detach() for k, x in tensors.items()}
-
-
-def reseed(seed: int, step: int, rank: int, use: Literal["rollout", "eval"]) -> None:
-    """Seed the global generators of Python, numpy and torch, from which the engine and its draft sample."""
-    digest = hashlib.sha256(f"{seed}/{step}/{rank}/{use}".encode()).digest()
-    value = int.from_bytes(digest[:4])
-    random.seed(value)
-    np.random.seed(value)
-    torch.manual_seed(value)  # of all devices
 
 
 def _check_shapes(folder: Path, tensors: Mapping[str, Tensor]) -> None:

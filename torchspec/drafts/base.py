@@ -250,7 +250,7 @@ class DraftArchitecture:
     """Values of `architectures` in config.json with which vLLM serves a checkpoint as this."""
     layouts: tuple[str, ...]
     """Forms in which its checkpoints are published; the first is that of exports."""
-    layouts_with_embeddings: tuple[str, ...]
+    layouts_with_embeddings: tuple[str, ...] = ()
     """Those of them whose readers need the policy's embeddings in the file."""
     make_spec: Callable[[Draft, PolicySpec], Any]
     """The shape of a random draft for a policy; a ConfigError if there can be none."""

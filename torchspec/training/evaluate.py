@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchspec.checkpoint.checkpoint import reseed
 from torchspec.config.schema import Config
 from torchspec.distributed.interrupt import Interrupt
 from torchspec.distributed.mesh import Mesh
@@ -13,6 +12,7 @@ from torchspec.metrics.meter import Meter
 from torchspec.metrics.rollout_metrics import add_tau
 from torchspec.records import Rollout, SpecStats
 from torchspec.rollout.engine import Engine, sampling_of
+from torchspec.rollout.seeding import reseed
 from torchspec.training.refit import FrozenCopy, ServedWeights
 from torchspec.training.task import Task
 
