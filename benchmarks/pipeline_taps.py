@@ -198,7 +198,7 @@ def closed_form(bench: Bench, mode: str) -> int:
     """b * n * sum_s d_s, over the stages s on another rank than a microbatch's sink."""
     policy = bench.policies["spread" if mode == "spread" else "last"]
     channel = policy.channel(bench.draft.spec.aux_layers)
-    sinks = policy.sinks(len(bench.packs))
+    sinks = policy.draft_ranks(len(bench.packs))
     return sum(
         4 * len(pack.tokens) * made * bench.draft.spec.dim
         for pack, sink in zip(bench.packs, sinks, strict=True)

@@ -34,7 +34,7 @@ def exact(schedule: str = "1F1B", placement: str = "last", **overrides: Any) -> 
     config = small_config(
         model__dtype="float64",
         parallel__schedule=schedule,
-        draft__placement=placement,
+        parallel__draft_placement=placement,
         **{"train__pack_tokens": 60, "draft__aux_layers": [2, 4, 7], **overrides},
     )
     config.train.logprob_rows = 16

@@ -61,7 +61,7 @@ def plant(fault: str, folder: Path, patch: pytest.MonkeyPatch) -> Any:
 
 def run_faults(mesh: Mesh, base: Path, faults: list[str], folder: Path) -> dict[str, tuple[str, float]]:
     """What this rank raised in each case, and after how many seconds. Ranks with an error live on."""
-    config = small_config(tap__timeout_s=TIMEOUT_S)
+    config = small_config(parallel__tap_timeout_s=TIMEOUT_S)
     packs = packing.pack(fixed_rollouts(groups=5), 4096, 4)
     aux = {"aux_layers": (1, 2, 5), "draft_step": lambda batch, taps: None}
     found = {}

@@ -74,7 +74,7 @@ def all_on_two(mesh: Mesh, base: Path) -> dict[str, Any]:
 
 def config_of(schedule: str, placement: str = "last", sizes: list[int] | None = None) -> Config:
     return small_config(
-        parallel__schedule=schedule, draft__placement=placement, parallel__layers_per_stage=sizes or []
+        parallel__schedule=schedule, parallel__draft_placement=placement, parallel__layers_per_stage=sizes or []
     )
 
 
@@ -106,7 +106,7 @@ def compare_taps(mesh: Mesh, base: Path, cases: list[Case]) -> list[tuple[str, i
             policy.zero_grad()
             (channel,) = policy._channels.values()
             made = sum(n for stage, n in channel.sources.items() if channel.stage_ranks[stage] == mesh.pp_rank)
-            away = [len(p.tokens) for p, sink in zip(packs, channel._sinks) if sink != mesh.pp_rank]
+            away = [len(p.tokens) for p, sink in zip(packs, channel._draft_ranks) if sink != mesh.pp_rank]
             assert channel.bytes_sent == 4 * TINY.dim * made * sum(away)  # b n sum_s d_s
     return trained
 

@@ -149,19 +149,23 @@ class Checkpoints:
 
     def _finish(self, written: Future[Any], partial: Path, facts: dict[str, Any], states: Snapshot) -> None:
         """Complete a checkpoint, in the background, on all ranks. All raise if one of them could not write."""
-        digests = states.digests()
-        of_main = set(self._mesh.from_main(digests, self._group))
-        elsewhere = () if self._mesh.is_main else of_main
         reason, sums = "", {}
         try:
             with self._writing(facts["step"]):
-                written.result()
+                written.result()  # first: until it ends, torch's thread uses the group
+        except GuardStop as error:
+            reason = str(error)
+        digests = states.digests()
+        of_main = set(self._mesh.from_main(digests, self._group))
+        elsewhere = () if self._mesh.is_main else of_main
+        try:
+            with self._writing(facts["step"]):
                 own = _rank_file(partial, self._mesh.rank)
                 write_state(own, states, digests, elsewhere)
                 mine = [*partial.glob(f"shard-{self._mesh.rank + 1:05d}-*"), own]
                 sums = {path.name: _sums(path) for path in mine}
         except GuardStop as error:
-            reason = str(error)
+            reason = reason or str(error)
         parts = self._mesh.gather_on_main((reason, sums), self._group)
         if self._mesh.is_main:
             reason = next((text for text, _ in parts if text), "")
