@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from torchspec.build import build_learner, build_policy
 from torchspec.config.schema import Config, TinyModel
-from torchspec.training.learner import DraftLearner, Learner
 from torchspec.distributed.mesh import Mesh
 from torchspec.drafts.build import build_draft, draft_spec, draft_trainer
 from torchspec.metrics.meter import Meter
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
-from torchspec.training.optim import ModelOptimizer
 from torchspec.records import Rollout
+from torchspec.training.learner import DraftLearner, Learner
+from torchspec.training.optim import ModelOptimizer
 
 TINY = TinyModel(dim=32, layers=3, heads=4, kv_heads=2, head_dim=8, ffn_dim=48)
 

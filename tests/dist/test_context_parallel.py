@@ -11,14 +11,14 @@ import torch
 
 from tests.dist.learning import fixed_rollouts, make_base, reinforce, small_config
 from tests.dist.worlds import run_world
-from torchspec.data import packing
-from torchspec.training import learner
 from torchspec.attention import local_plan, with_halo
 from torchspec.attention.plan import Plan
 from torchspec.config.schema import Config, Parallel
-from torchspec.distributed.mesh import Mesh
+from torchspec.data import packing
 from torchspec.distributed.context_parallel import local_rows
+from torchspec.distributed.mesh import Mesh
 from torchspec.records import Batch
+from torchspec.training import learner
 
 pytestmark = pytest.mark.dist
 TOL = 1e-10

@@ -13,21 +13,20 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.dist.worlds import run_world
 from torchspec.build import build_learner, build_policy
-from torchspec.config.schema import Config
-from torchspec.config.load import load
 from torchspec.commands.dry_run import MB, estimate, policy_spec
-from torchspec.training.learner import DraftLearner, Learner
+from torchspec.config.load import load
+from torchspec.config.schema import Config
 from torchspec.distributed.mesh import Mesh
 from torchspec.drafts.build import build_draft, draft_spec, draft_trainer
 from torchspec.metrics.meter import Meter
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
-from torchspec.training.optim import ModelOptimizer
 from torchspec.records import Rollout
+from torchspec.training.learner import DraftLearner, Learner
+from torchspec.training.optim import ModelOptimizer
 
 pytestmark = pytest.mark.dist
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from tests.dist.worlds import run_world
-from torchspec.config.schema import Config, TinyModel
 from torchspec.checkpoint.export import export_policy
+from torchspec.config.schema import Config, TinyModel
+from torchspec.distributed.fsdp import shard
 from torchspec.distributed.mesh import Mesh
 from torchspec.distributed.parallelize import load_policy
 from torchspec.models import hf
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
 from torchspec.models.tiny import make_tiny
-from torchspec.distributed.fsdp import shard
-from torchspec.records import SamplingLaw, Batch
+from torchspec.records import Batch, SamplingLaw
 
 pytestmark = pytest.mark.dist
 LENGTHS = [11, 5, 20, 8]

@@ -11,9 +11,10 @@ import torch
 from tests.dist.learning import build, fixed_rollouts, full, gradients, make_base, reinforce, small_config
 from tests.dist.worlds import run_world
 from torchspec.data import packing
-from torchspec.errors import NonFinite
 from torchspec.distributed.mesh import Mesh
+from torchspec.errors import NonFinite
 from torchspec.metrics.meter import Meter
+from torchspec.records import SamplingLaw
 
 pytestmark = pytest.mark.dist
 
@@ -58,7 +59,8 @@ def test_loss_and_gradients_do_not_depend_on_the_split(updates, ranks, case) -> 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_policy_gradients_are_bitwise_the_same_without_the_draft(updates, ranks) -> None:
     with_draft, without = (updates[ranks][0][case] for case in ("packs of 60", "packs of 60, no draft"))
-    assert "draft" in with_draft and "draft" not in without
+    assert "draft" in with_draft
+    assert "draft" not in without
     assert with_draft["policy"].keys() == without["policy"].keys()
     assert all(torch.equal(g, without["policy"][name]) for name, g in with_draft["policy"].items())
 
@@ -66,7 +68,13 @@ def test_policy_gradients_are_bitwise_the_same_without_the_draft(updates, ranks)
 def test_metrics_of_several_updates_are_means_over_them(updates) -> None:
     """Nothing steps here, so one update and two see the same policy: token means agree, losses stay near."""
     one, two = (updates[1][0][case]["metrics"] for case in ("one pack", "two minibatches"))
-    for name in ("policy/entropy", "policy/kl_train_rollout", "policy/ratio", "draft/ce_0", "draft/overlap_2"):
+    for name in (
+        "policy/entropy",
+        "policy/kl_train_rollout",
+        "policy/ratio",
+        "draft/ce_0",
+        "draft/overlap_2",
+    ):
         assert two[name] == pytest.approx(one[name], rel=1e-5), name
     assert two["draft/loss"] == pytest.approx(one["draft/loss"], rel=0.1)
 
@@ -87,8 +95,10 @@ def separate_backwards(mesh: Mesh, base: Path) -> list[list[str]]:
 
 def test_each_loss_reaches_its_own_model_only(base, tmp_path) -> None:
     policy, draft, policy_after, draft_after = run_world(1, separate_backwards, tmp_path, base)[0]
-    assert policy and not draft
-    assert draft_after and not policy_after
+    assert policy
+    assert not draft
+    assert draft_after
+    assert not policy_after
 
 
 def poisoned(mesh: Mesh, base: Path) -> dict[str, Any]:

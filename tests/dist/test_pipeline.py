@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
 
-from tests.dist.learning import build, fixed_rollouts, make_base, reinforce, small_config
+from tests.dist.learning import make_base, reinforce, small_config
 from tests.dist.worlds import run_world
 from torchspec.config.schema import Config, Parallel, TinyModel
-from torchspec.distributed.mesh import Mesh
-from torchspec.metrics.meter import Meter
-from torchspec.models import hf
-from torchspec.models.policy import Policy
-from torchspec.models.spec import PolicySpec
-from torchspec.distributed.pipeline.policy import PipelinedPolicy
-from torchspec.distributed.pipeline.tap_channel import TapChannel
-from torchspec.records import Batch, Taps
 
 pytestmark = pytest.mark.dist
 TOL = 1e-10

@@ -14,13 +14,13 @@ import torch
 from tests.dist.learning import fixed_rollouts, make_base, small_config
 from tests.dist.test_taps import HOW, TINY, log_likelihood
 from tests.dist.worlds import run_world
-from torchspec.data import packing
 from torchspec.build import build_policy
 from torchspec.config.schema import Parallel
+from torchspec.data import packing
 from torchspec.distributed.mesh import Mesh
-from torchspec.models.spec import PolicySpec
+from torchspec.distributed.pipeline.tap_channel import TapChannel
 from torchspec.errors import TapError
-from torchspec.distributed.pipeline.tap_channel import (TapChannel)
+from torchspec.models.spec import PolicySpec
 
 pytestmark = pytest.mark.dist
 TIMEOUT_S = 1.5
@@ -75,7 +75,7 @@ def run_faults(mesh: Mesh, base: Path, faults: list[str], folder: Path) -> dict[
         with pytest.MonkeyPatch.context() as patch:
             loss = plant(fault, folder, patch)
             started = time.monotonic()
-            with pytest.raises(Exception) as raised:
+            with pytest.raises(Exception) as raised:  # noqa: PT011 - which type is what is looked at
                 policy.forward_backward(packs, loss, **HOW, **aux)
             found[fault] = f"{raised.typename}: {raised.value}", time.monotonic() - started
         with pytest.raises(TapError, match="failed before"):  # there is no way on

@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from tests.dist.learning import build, fixed_rollouts, full, make_base, reinforce, small_config
+from tests.dist.learning import fixed_rollouts, full, make_base, reinforce, small_config
 from tests.dist.worlds import run_world
-from torchspec.data import packing
 from torchspec.build import build_policy
 from torchspec.config.schema import Config, Optim, Parallel, TinyModel
+from torchspec.data import packing
 from torchspec.distributed.mesh import Mesh
+from torchspec.distributed.pipeline.stage import ScheduledStage
 from torchspec.models import hf
 from torchspec.models.policy import Policy
 from torchspec.models.spec import PolicySpec
+from torchspec.records import Batch, SamplingLaw, Taps
 from torchspec.training.optim import ModelOptimizer
-from torchspec.distributed.pipeline.stage import ScheduledStage
-from torchspec.distributed.pipeline.tap_channel import TapChannel
-from torchspec.records import SamplingLaw, Batch, Taps
 
 pytestmark = pytest.mark.dist
 TINY = TinyModel(dim=16, layers=8, heads=2, kv_heads=1, head_dim=8, ffn_dim=24, tied=False)
@@ -74,7 +73,9 @@ def all_on_two(mesh: Mesh, base: Path) -> dict[str, Any]:
 
 def config_of(schedule: str, placement: str = "last", sizes: list[int] | None = None) -> Config:
     return small_config(
-        parallel__schedule=schedule, parallel__draft_placement=placement, parallel__layers_per_stage=sizes or []
+        parallel__schedule=schedule,
+        parallel__draft_placement=placement,
+        parallel__layers_per_stage=sizes or [],
     )
 
 
@@ -105,7 +106,9 @@ def compare_taps(mesh: Mesh, base: Path, cases: list[Case]) -> list[tuple[str, i
             policy.forward_backward(packs, log_likelihood, aux_layers=aux, draft_step=check, **HOW)
             policy.zero_grad()
             (channel,) = policy._channels.values()
-            made = sum(n for stage, n in channel.sources.items() if channel.stage_ranks[stage] == mesh.pp_rank)
+            made = sum(
+                n for stage, n in channel.sources.items() if channel.stage_ranks[stage] == mesh.pp_rank
+            )
             away = [len(p.tokens) for p, sink in zip(packs, channel._draft_ranks) if sink != mesh.pp_rank]
             assert channel.bytes_sent == 4 * TINY.dim * made * sum(away)  # b n sum_s d_s
     return trained
@@ -162,7 +165,8 @@ def test_policy_and_schedule_are_the_same_without_the_draft(on_two) -> None:
         for (schedule, placement, on), (calls, gradients, drafted) in found.items():
             assert drafted == on
             without_calls, without, _ = found[schedule, placement, False]
-            assert calls and calls == without_calls
+            assert calls
+            assert calls == without_calls
             assert gradients.keys() == without.keys()
             assert all(torch.equal(gradient, without[name]) for name, gradient in gradients.items())
 

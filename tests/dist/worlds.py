@@ -41,9 +41,7 @@ def run_world(
         port = probe.getsockname()[1]
     spawn = multiprocessing.get_context("spawn")
     ranks = [
-        spawn.Process(
-            target=_rank, args=(rank, size, port, parallel or Parallel(), worker, folder, args)
-        )
+        spawn.Process(target=_rank, args=(rank, size, port, parallel or Parallel(), worker, folder, args))
         for rank in range(size)
     ]
     for process in ranks:
