@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,6 @@ from torchspec.checkpoint.checkpoint import Checkpoints, newest, restore, tensor
 from torchspec.config.schema import Checkpoint, Parallel
 from torchspec.distributed.mesh import Mesh
 from torchspec.metrics.meter import Meter
-import itertools
 
 pytestmark = pytest.mark.dist
 
