@@ -121,7 +121,7 @@ class Rollout:
 
 @dataclass(kw_only=True, slots=True)
 class Batch:
-    """One pack: a flat stream of whole documents. There is no padded form anywhere (design D1).
+    """One pack: a flat stream of whole documents. There is no padded form anywhere.
 
     A document is a prompt followed by its response. Every array is *row-aligned*: row i holds what concerns
     the prediction of the document's next token, `targets[i] == tokens[i + 1]`; the last row of a document
@@ -175,7 +175,7 @@ class Batch:
 
 @dataclass(kw_only=True, slots=True)
 class Taps:
-    """Policy activations the draft consumes, always detached (design D4).
+    """Policy activations the draft consumes, always detached: the draft's loss never reaches the policy.
 
     Row by row as the batch they belong to: `embeds[i]` is the policy's embedding of `tokens[i]`; `aux[j][i]`
     the hidden state entering layer `aux_layers[j]` (0-based, so id l is the output of layer l - 1, vLLM's

@@ -101,7 +101,7 @@ def read_tensors(
             files = [stack.enter_context(safe_open(path, "pt")) for path in paths]
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"{folder}: unreadable safetensors ({error}); copy the checkpoint anew"
+                f"{folder}: unreadable safetensors ({error}); copy the checkpoint again"
             ) from None
         stored = {name: file for file in files for name in file.offset_keys() if not name.endswith(ignored)}
         _same_names(folder, stored, shapes)

@@ -37,8 +37,8 @@ _NORM: ParamInit = {"weight": nn.init.ones_}
 class PackedAttention(Module):
     """Inner attention over one stream of packed documents, whole or spread over context-parallel ranks.
 
-    Why: titan's inner attentions (flex, varlen) have no backward on CPU, and design D2 wants the policy and
-    the draft on one attention primitive. titan hands `attention_masks` through to here untouched, so it
+    Why: titan's inner attentions (flex, varlen) have no backward on CPU; policy and draft
+    use one attention primitive. titan hands `attention_masks` through to here untouched, so it
     carries our `Context`.
     """
 
@@ -78,7 +78,7 @@ def build_decoder(spec: PolicySpec) -> Decoder:
 
 
 def fill_rope_cache(decoder: Decoder) -> None:
-    """Compute the RoPE cache anew, on its device.
+    """Compute the RoPE cache again, on its device.
 
     Why: leaving the meta device leaves it unfilled, `bfloat16()` rounds it, and `to(dtype)` drops the
     imaginary part of Llama's complex one; titan's own remedy (`init_states`) draws new weights as well.

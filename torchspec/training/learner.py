@@ -1,7 +1,7 @@
 """One optimizer update of the policy and its draft, on this rank's share of the data.
 
 The draft learns from the policy's own forward pass, through detached taps, in a backward of its own:
-policy gradients are bitwise what they are without a draft (designs D4 and D6).
+policy gradients are bitwise what they are without a draft.
 """
 
 from __future__ import annotations

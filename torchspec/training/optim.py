@@ -1,4 +1,4 @@
-"""One optimizer per model: its own learning rate, schedule and gradient clip (design D6)."""
+"""One optimizer per model: its own learning rate, schedule and gradient clip."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Taps on their way from the stages that make them to the pipeline ranks that train the draft on them.
 
-One-way and detached (design D5). Nothing here knows the schedule: a stage sends after its forward, a sink
+One-way and detached. Nothing here knows the schedule: a stage sends after its forward, a sink
 takes after its first backward of the same microbatch, and in between lies everything the message needs.
 Senders never wait, so no ring is too short to make progress; `order.ring_depth` makes it long enough that no
 message finds its receive not yet posted.
