@@ -94,7 +94,12 @@ def draft_weights(seed: int, *, draft_vocab: int = VOCAB, fc_norm: bool = True) 
 
 
 def write_draft(
-    folder: Path, weights: dict[str, torch.Tensor], *, fc_norm: bool = True, norm_output: bool = True
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    *,
+    fc_norm: bool = True,
+    norm_output: bool = True,
+    **more: object,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
@@ -120,6 +125,7 @@ def write_draft(
         "norm_output": norm_output,
         "bos_token_id": None,
         "eos_token_id": END_TOKEN,
+        **more,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder

@@ -185,7 +185,7 @@ def test_an_incomplete_update_raises(folders):
     engine.close()
 
 
-def torch_draft(weights: dict[str, torch.Tensor], norms: bool) -> Eagle3:
+def torch_draft(weights: dict[str, torch.Tensor], norms: bool, window: int | None = None) -> Eagle3:
     spec = Eagle3Spec(
         vocab_size=VOCAB,
         draft_vocab_size=weights["lm_head.weight"].shape[0],
@@ -200,6 +200,7 @@ def torch_draft(weights: dict[str, torch.Tensor], norms: bool) -> Eagle3:
         aux_layers=AUX_LAYERS,
         fc_norm=norms,
         norm_output=norms,
+        window=window,
     )
     draft = Eagle3(spec, weights.get("d2t"))
     draft.load_state_dict(weights, strict=False)
@@ -222,13 +223,15 @@ def greedy_chains(
     Row i follows token i + 1.
     """
     hidden, stash, chains, margins = draft._project(list(taps.aux)), [], [], []
-    newest, layer = batch.tokens.roll(-1), draft.midlayer
+    newest, layer, window = batch.tokens.roll(-1), draft.midlayer, draft.spec.window
     for d in range(K):
         x, positions = layer.inputs(embedding[newest], hidden), batch.positions + d
         stash.append(layer.self_attn.keys(x, positions))
         keys, values = map(list, zip(*stash))
         q = layer.self_attn.queries(x, positions)
-        attended, _ = branch_attention(q, keys[0], values[0], keys[1:], values[1:], batch.cu_seqlens)
+        attended, _ = branch_attention(
+            q, keys[0], values[0], keys[1:], values[1:], batch.cu_seqlens, window=window
+        )
         hidden = layer.outputs(hidden, attended)
         normed = draft.norm(hidden)
         if draft.spec.norm_output:
@@ -282,15 +285,29 @@ def record_proposals(engine: VllmEngine) -> dict[tuple[str, int], list[int]]:
     return proposals
 
 
-@pytest.mark.parametrize("norms", [True, False], ids=["eagle3.1", "eagle3"])
-@pytest.mark.parametrize("draft_vocab", [VOCAB, 25], ids=["own", "reduced"])
-def test_the_torch_draft_and_the_engines_propose_the_same_chains(folders, tmp_path, norms, draft_vocab):
+@pytest.mark.parametrize(
+    ("draft_vocab", "norms", "window"),
+    [
+        (VOCAB, True, None),
+        (VOCAB, False, None),
+        (25, True, None),
+        (25, False, None),
+        (VOCAB, True, 9),
+    ],
+    ids=["own-eagle3.1", "own-eagle3", "reduced-eagle3.1", "reduced-eagle3", "own-eagle3.1-window"],
+)
+def test_the_torch_draft_and_the_engines_propose_the_same_chains(
+    folders, tmp_path, draft_vocab, norms, window
+):
     def weights(seed):
         return draft_weights(seed, draft_vocab=draft_vocab, fc_norm=norms)
 
     kept = {name: x for name, x in weights(7).items() if name == "d2t"}  # the vocabulary stays
     flags = {"fc_norm": norms, "norm_output": norms}
-    policy, draft = torch_policy(folders["policy2"]), torch_draft(weights(9) | kept, norms)
+    if window:
+        flags |= {"layer_types": ["sliding_attention"], "sliding_window": window}
+    policy = torch_policy(folders["policy2"])
+    draft = torch_draft(weights(9) | kept, norms, window)
     engine = start(folders["policy"], write_draft(tmp_path / "start", weights(7), **flags))
     refit(engine, policy, draft, policy_version=1, draft_version=1)
     batch = requests(12, seed=2, shortest=4, longest=150)

@@ -125,14 +125,20 @@ def dense_valid(documents, passes):
         start += len(text)
 
 
-def dense_mask(documents, passes):
-    """Keys of all passes side by side; the staircase by the definition, [T, T * passes]."""
+def dense_mask(documents, passes, window=None):
+    """Keys of all passes side by side; the staircase by the definition, [T, T * passes].
+
+    The query of row i in the last pass stands at i + passes - 1, the key of row j in pass p at j + p - 1.
+    """
+    window = window or 10**6
     document = [n for n, text in enumerate(documents) for _ in text]
     rows = range(len(document))
     return torch.tensor(
         [
             [
-                document[i] == document[j] and (j <= i if p == 1 else j == i)
+                document[i] == document[j]
+                and (j <= i if p == 1 else j == i)
+                and (i + passes - 1) - (j + p - 1) < window
                 for p in range(1, passes + 1)
                 for j in rows
             ]
@@ -169,7 +175,7 @@ def dense_losses(draft, documents, taps, head, passes, denominator):
         keys.append(dense_rotate(k, positions + d - 1, spec).repeat_interleave(group, 1))
         values.append(v.repeat_interleave(group, 1))
         scores = torch.einsum("thd,shd->hts", q, torch.cat(keys)) / spec.head_dim**0.5
-        scores = scores.masked_fill(~dense_mask(documents, d), -torch.inf)
+        scores = scores.masked_fill(~dense_mask(documents, d, spec.window), -torch.inf)
         out = torch.einsum("hts,shd->thd", scores.softmax(-1), torch.cat(values)).flatten(1)
         if spec.norm_before_residual:
             hidden = rms(hidden, w["midlayer.hidden_norm.weight"], spec.norm_eps)
@@ -260,6 +266,10 @@ LLAMA3 = {
         {"rope_scaling": LLAMA3, "head_dim": 16},
         {"rope_scaling": LLAMA3, "head_dim": 16, "partial_rotary_factor": 0.5, "norm_before_residual": True},
         {"head_dim": 2, "heads": 8, "kv_heads": 4},
+        {"window": 2},
+        {"window": 3},
+        {"window": 5, "norm_before_residual": True},
+        {"window": 100},
     ],
     ids=lambda v: ", ".join(v),
 )

@@ -148,6 +148,13 @@ LOADED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         },
         {"aux_layers": (2, 6, 10)},
     ),
+    ("a window", {**FORGE, "sliding_window": 2048, "use_sliding_window": True}, {"window": 2048}),
+    ("window by type", {**FORGE, "layer_types": ["sliding_attention"], "sliding_window": 9}, {"window": 9}),
+    (
+        "a window not used",
+        {**FORGE, "layer_types": ["full_attention"], "sliding_window": 9},
+        {"window": None},
+    ),
     ("SGLang, with target_model_type", {**FORGE, "target_model_type": "qwen3"}, {}),
     ("ModelOpt, gpt-oss 120B", {**FORGE, "eagle_config": MODEL_OPT}, {"aux_layers": DEFAULT_IDS}),
     (
@@ -200,8 +207,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "EagleLlamaForCausalLM is not supported",
     ),
     ("yarn", {**FORGE, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn' is not"),
-    ("window", {**FORGE, "sliding_window": 2048, "use_sliding_window": True}, "use_sliding_window = True"),
-    ("window by type", {**FORGE, "layer_types": ["sliding_attention"], "sliding_window": 9}, "layer_types"),
+    (
+        "window of no size",
+        {**FORGE, "use_sliding_window": True},
+        "sliding_window = None is not allowed; a sliding window needs",
+    ),
+    (
+        "two kinds of layers",
+        {**FORGE, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
+        "layer_types",
+    ),
     (
         "a window that nobody says is used",
         without(FORGE, "use_sliding_window") | {"sliding_window": 9},

@@ -111,6 +111,31 @@ class ConfigJson:
         if "sliding_window" in self.values and not said:
             self.refuse("sliding_window", "sliding windows are not supported; set null for full attention")
 
+    def window(self) -> int | None:
+        """Return the sliding window of a model whose layers are all alike; None: full attention.
+
+        layer_types decides where it is there, as in vLLM and transformers; else use_sliding_window does.
+        """
+        self._known.add("max_window_layers")
+        types = self._take("layer_types", [], quiet=True)
+        used = self.flag("use_sliding_window", False)
+        size = self._take("sliding_window", None, quiet=True)
+        if not isinstance(types, list) or set(types) not in (
+            set(),
+            {"full_attention"},
+            {"sliding_attention"},
+        ):
+            self.refuse("layer_types", "all layers must be 'full_attention', or all 'sliding_attention'")
+        if size is not None and not types and "use_sliding_window" not in self.values:
+            self.refuse(
+                "sliding_window", "nothing says whether it is used; add use_sliding_window or layer_types"
+            )
+        if not (set(types) == {"sliding_attention"} or (used and not types)):
+            return None
+        if type(size) is not int or size < 1:
+            self.refuse("sliding_window", "a sliding window needs a number of positions, 1 or more")
+        return size
+
     def rope(self, default_theta: float = 10000.0) -> Rope:
         """Return the rotary embedding, from rope_parameters (transformers 5) or rope_scaling and rope_theta."""
         given = [name for name in ("rope_parameters", "rope_scaling") if self.section(name)]

@@ -168,7 +168,7 @@ class Eagle3(DraftModel):
                 [k for k, _ in branch],
                 [v for _, v in branch],
                 batch.cu_seqlens,
-                AttentionCall(batch.group),
+                AttentionCall(batch.group, window=self.spec.window),
                 unit.ranges,
             )
             hidden = layer.outputs(hidden, attended)

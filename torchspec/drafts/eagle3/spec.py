@@ -57,6 +57,8 @@ class Eagle3Spec:
     rope_scaling: dict[str, float] | None = None
     """Llama 3.1's four numbers under their Hugging Face names."""
     partial_rotary_factor: float = 1.0
+    window: int | None = None
+    """Positions back that a row sees, itself included; None: all."""
 
     @property
     def rotary_dim(self) -> int:
@@ -85,6 +87,7 @@ class Eagle3Spec:
             "rms_norm_eps": self.norm_eps,
             "rope_theta": self.rope_theta,
             **self._rope_variants(),
+            **self._window(),
             "max_position_embeddings": self.max_len,
             "tie_word_embeddings": False,
             _IDS: list(self.aux_layers),  # vLLM looks here first, SGLang only below
@@ -102,6 +105,13 @@ class Eagle3Spec:
         if self.partial_rotary_factor != 1:
             found["partial_rotary_factor"] = self.partial_rotary_factor
         return found
+
+    def _window(self) -> dict[str, Any]:
+        """All spellings: vLLM reads layer_types, other tools use_sliding_window."""
+        if self.window is None:
+            return {}
+        kind = {"layer_types": ["sliding_attention"], "use_sliding_window": True}
+        return {**kind, "sliding_window": self.window}
 
     @classmethod
     def from_hf_config(
@@ -145,6 +155,7 @@ class Eagle3Spec:
             rope_theta=rope.theta,
             rope_scaling=rope.scaling,
             partial_rotary_factor=rope.partial,
+            window=file.window(),
             max_len=file.integer("max_position_embeddings", 2048),
             aux_layers=tuple(aux),
             fc_norm=file.flag("fc_norm", False),
@@ -178,7 +189,6 @@ _HARMLESS = frozenset({"tie_word_embeddings", "embed_requires_grad", "target_mod
 
 def _check_variants(file: ConfigJson) -> None:
     """Refuse what a config.json may switch on that `Eagle3` does not compute."""
-    file.full_attention()
     file.only(
         model_type="llama", num_hidden_layers=1, hidden_act="silu", attention_bias=False, mlp_bias=False
     )
