@@ -7,7 +7,10 @@ BIN := .venv/bin
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 DEMO_cpu := --nproc_per_node=2 train.py configs/demo_cpu.toml
 DEMO_cuda := --nproc_per_node=1 train.py configs/demo_cpu.toml --model.dtype bfloat16
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# One -q: a second hides the closing line, "N passed".
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+# tests/conftest.py sorts the files; pytest-xdist must keep that order.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-slow check format docs clean
 
@@ -15,7 +18,7 @@ demo: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone $(DEMO_$(DEVICE))
 
 test: check
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) $(PARALLEL) -m "not slow and not gpu"
 
 test-slow: .venv/ready
 	$(PYTEST) -m "slow and not gpu"
