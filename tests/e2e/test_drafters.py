@@ -14,7 +14,8 @@ from checkpoints import END_TOKEN, engine_config, requests
 from test_vllm_engine import chains, oracle_logprobs
 
 from torchspec.errors import ConfigError
-from torchspec.records import SpecStats
+from torchspec.models.logprobs import chunk_logprobs
+from torchspec.records import SamplingLaw, SpecStats
 from torchspec.rollout.engine import Request, Sampling
 from torchspec.rollout.vllm.engine import VllmEngine
 from torchspec.speculation.cost_table import CostTable
@@ -184,6 +185,35 @@ def test_logprobs_are_the_rescored_ones(engine, oracle, drafter):
     for rollout in rollouts:
         expected = oracle_logprobs(oracle, rollout, 0.7)
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "law",
+    [
+        SamplingLaw(temperature=0.9, top_p=0.8),
+        SamplingLaw(temperature=1.2, top_k=6),
+        SamplingLaw(top_p=0.9, top_k=12),
+    ],
+    ids=["top_p", "top_k", "both"],
+)
+@torch.no_grad()
+def test_importance_weights_are_one_under_a_truncated_law(engine, oracle, drafter, law):
+    """The trainer's log-probabilities of what each drafter led to are the engine's."""
+    speculator = speculator_of(drafter, "unlimited")
+    engine.speculate(speculator)
+    batch = requests(4, seed=5, samples=3)
+    for epoch in range(2):
+        rollouts = engine.generate(batch, Sampling(**dataclasses.asdict(law), max_new_tokens=32))
+        speculator.learn(epoch, rollouts)
+    assert sum(sum(stats.drafted) for stats in speculator.drain_stats().drafters.values()) > 10
+    for rollout in rollouts:
+        tokens = torch.tensor(rollout.prompt_tokens + rollout.tokens)
+        start = len(rollout.prompt_tokens)
+        hidden = oracle.model(tokens[None]).last_hidden_state[0, start - 1 : -1]
+        found, _ = chunk_logprobs(hidden, oracle.lm_head.weight, tokens[start:], law)
+        weights = (found - torch.tensor(rollout.logprobs)).exp()
+        torch.testing.assert_close(weights, torch.ones_like(weights), rtol=0, atol=1e-4)
 
 
 def test_hybrid_skips_the_drafts_passes_and_extends_its_chains(engine):
