@@ -60,13 +60,13 @@ class Dying(Trainer):
         self.log, self.dies, self.at, self.unbuilt = log, Counter(dies), at, unbuilt
         defaults = [f"--{key}={json.dumps(value)}" for key, value in SMALL.items()]
         super().__init__(load(None, [*defaults, *overrides]))
-        self._generate, self.engine.generate = self.engine.generate, self._seeded
+        self._of_engine, self.engine.generate = self.engine.generate, self._seeded
         self._revive, self.engine.restart = self.engine.restart, self._restart
         self._exchange, self.fleet.exchange = self.fleet.exchange, self._recorded
 
     def _seeded(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
         self._plant()
-        return self._generate(requests, dataclasses.replace(sampling, seed=1000 * self.progress.done))
+        return self._of_engine(requests, dataclasses.replace(sampling, seed=1000 * self.progress.done))
 
     def _restart(self) -> None:
         if self.unbuilt:
