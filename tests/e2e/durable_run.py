@@ -72,13 +72,13 @@ class Recording(Trainer):
         defaults = [f"--{key}={json.dumps(value)}" for key, value in SMALL.items()]
         super().__init__(load(None, [*defaults, *overrides]))
 
-        self._generate = self.engine.generate
+        self._of_engine = self.engine.generate
         self.engine.generate = self._recorded
 
     def _recorded(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
         if self.progress.done + 1 == self.stop_at:
             self._stop_in_the_middle()
-        rollouts = self._generate(requests, sampling)
+        rollouts = self._of_engine(requests, sampling)
         with open(f"{self.log}.{self.mesh.rank}", "a") as out:
             for rollout in rollouts:
                 out.write(json.dumps({"done": self.progress.done, **dataclasses.asdict(rollout)}) + "\n")
