@@ -26,7 +26,6 @@ SETTINGS = {"ttt_steps": 3, "loss_rows": 16, "aux_layers": [1, 3]}
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    pytest.importorskip("torchspec.drafts.registry")
     spec = importlib.util.spec_from_file_location("mlp_draft", PATH)
     assert spec is not None
     assert spec.loader is not None

@@ -1,6 +1,6 @@
 """A vLLM weight-transfer backend for an engine in the trainer's own process: tensors go by reference.
 
-Imports vLLM: only `rollout/vllm.py` imports this, after it has prepared the environment. The update runs
+Imports vLLM: only `engine.py` imports this, after it has prepared the environment. The update runs
 inside vLLM's layerwise-reload bracket, which is the only way that works where weights were repacked at load
 (CPU) and keeps storage in place where CUDA graphs point at it.
 """
