@@ -428,7 +428,7 @@ CASES: list[tuple[str, Callable[[Place], object], str]] = [
     ("lacking", policy_weights(drop("model.norm.weight")), r"the weights lack model\.norm\.weight"),
     ("unknown", policy_weights(set_to("model.x", 2)), r"the weights have unknown model\.x"),
     ("shape", policy_weights(set_to("model.norm.weight", 9)), r"norm\.weight has shape \[9\], but \[64\]"),
-    ("cut", unreadable_policy, r"unreadable safetensors .*copy the checkpoint anew"),
+    ("cut", unreadable_policy, r"unreadable safetensors .*copy the checkpoint again"),
     (
         "no end",
         tokenizer(lambda c: c.pop("eos_token")),
