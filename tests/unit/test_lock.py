@@ -137,6 +137,34 @@ def test_of_many_that_come_at_once_one_gets_it(folder, child, stale) -> None:
     got[0].release()
 
 
+def test_a_slow_judge_does_not_remove_the_lock_of_a_faster_one(folder, child, monkeypatch) -> None:
+    """The slower process has judged the dead owner when the faster one takes the folder over."""
+    leave(folder, owner(child.pid, started="17"))
+    judge, faster = locks._alive, []
+
+    def judge_slowly(*args: Any) -> str | None:
+        verdict = judge(*args)
+        monkeypatch.setattr(locks, "_alive", judge)
+        faster.append(RunLock(folder))
+        return verdict
+
+    monkeypatch.setattr(locks, "_alive", judge_slowly)
+    with pytest.raises(ConfigError, match="belongs to a run that is going on"):
+        RunLock(folder)
+    faster[0].check()
+    faster[0].release()
+    assert list(folder.parent.iterdir()) == []
+
+
+def test_a_take_over_that_was_killed_is_named_with_its_remedy(folder, child) -> None:
+    leave(folder, owner(child.pid, started="17"))
+    taking = folder.with_name(".r.lock.taking")
+    taking.touch()
+    os.utime(taking, (time.time() - 60,) * 2)
+    with pytest.raises(ConfigError, match=rf"took this run over from a dead one; remove {taking}"):
+        RunLock(folder)
+
+
 def test_an_owner_whose_folder_was_taken_learns_it_before_it_removes_anything(folder, monkeypatch) -> None:
     lock = RunLock(folder)
     leave(folder, owner(1, host="node7"))

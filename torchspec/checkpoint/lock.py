@@ -29,6 +29,8 @@ from torchspec.errors import ConfigError, GuardStop
 BEAT_S = 10.0
 LOST_S = 120.0
 """An owner on another machine that has not refreshed the lock for so long is taken to be dead."""
+TAKING_S = 30.0
+"""Taking over a dead owner's lock takes milliseconds; a file `.taking` of this age was left by a process that ended."""
 
 
 class RunLock:
@@ -47,9 +49,7 @@ class RunLock:
         self._folder = folder
         self._record = {**_identity(os.getpid()), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         self._record["id"] = uuid.uuid4().hex
-        while not (
-            self._create() and _read(self.path) == self._record
-        ):  # read back: two may take over a dead one's
+        while not self._create(self.path):
             self._remove_dead()
         self._ended = threading.Event()
         threading.Thread(target=self._refresh, name="run lock", daemon=True).start()
@@ -75,9 +75,9 @@ class RunLock:
         if self._record["pid"] == os.getpid() and _read(self.path) == self._record:
             self.path.unlink()
 
-    def _create(self) -> bool:
+    def _create(self, path: Path) -> bool:
         try:
-            handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False
         try:
@@ -86,33 +86,43 @@ class RunLock:
                 out.flush()
                 os.fsync(out.fileno())
         except OSError:  # the disk is full
-            self.path.unlink()
+            path.unlink()
             raise
         return True
 
     def _remove_dead(self) -> None:
         """Remove the lock of an owner that is dead.
 
-        It is renamed first: of several processes that judged alike, one gets it. What was renamed is looked at
-        again, as it may be the new lock of a faster one, and then goes back.
+        Only the creator of the file `.taking` may remove somebody else's lock, and it judges the lock once more
+        before it does. Without that file, two processes could judge one dead lock, and the slower one would remove
+        the new lock of the faster one. Nobody removes somebody else's `.taking`: who could, would meet the same
+        race again.
         """
-        owner = _read(self.path)
-        if (reason := _alive(owner, self.path)) is not None:
+        if not self._is_dead():
+            return
+        taking = self.path.with_name(f"{self.path.name}.taking")
+        if not self._create(taking):
+            if TAKING_S < _age(taking) < float("inf"):
+                raise ConfigError(
+                    f"{self._folder}: a process ended while it took this run over from a dead one; remove {taking}"
+                )
+            time.sleep(0.01)
+            return
+        try:
+            if self._is_dead():
+                self.path.unlink(missing_ok=True)  # an owner that was silent for long may release it now
+        finally:
+            taking.unlink()
+
+    def _is_dead(self) -> bool:
+        """Return whether there is a lock of a dead owner; False where there is no lock any more."""
+        alive = _alive(_read(self.path), self.path)
+        if alive:
             raise ConfigError(
-                f"{self._folder} belongs to a run that is going on: {reason}; wait for its end, or choose another "
+                f"{self._folder} belongs to a run that is going on: {alive}; wait for its end, or choose another "
                 f"run.name (if it is surely dead, remove {self.path})"
             )
-        aside = self.path.with_name(f"{self.path.name}.{self._record['id']}")
-        try:
-            self.path.rename(aside)
-        except FileNotFoundError:  # another process was faster, or the owner has released it
-            return
-        if _read(aside) != owner:
-            with suppress(
-                FileExistsError
-            ):  # if there is a third one, the owner sees in `check` that it has lost
-                os.link(aside, self.path)
-        aside.unlink()
+        return alive is None
 
     def _refresh(self) -> None:
         while not self._ended.wait(BEAT_S):
@@ -164,12 +174,15 @@ def _started(pid: int) -> str:
 
 
 def _alive(owner: dict[str, Any] | None, path: Path) -> str | None:
-    """Return who the living owner is, in words; None for a dead one."""
+    """Return who the living owner is, in words; None for a dead one, "" where the lock is gone."""
     if owner and (owner["host"], owner["machine"]) == (socket.gethostname(), _machine()):
         if _identity(owner["pid"])["started"] == owner["started"] and _exists(owner["pid"]):
             return _name(owner)
         return None
-    if (age := _age(path)) > LOST_S:
+    age = _age(path)
+    if age == float("inf"):
+        return ""
+    if age > LOST_S:
         return None
     who = _name(owner) if owner else "an owner that has not signed yet"
     return f"{who}, last seen {max(0.0, age):.0f} s ago (it counts as dead after {LOST_S:.0f} s)"
